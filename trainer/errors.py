@@ -1,0 +1,19 @@
+"""How a run ends early. Each class carries the exit code of its kind; the message is all that the user sees."""
+
+
+class RunEnd(Exception):
+    """A run that ends for a reason the user must read: one message, no traceback."""
+
+    exit_code: int = 1
+
+
+class Refused(RunEnd):
+    """Something the user gave cannot work: config, data, model, hosts or memory. Raised before the first step; nothing was written."""
+
+    exit_code = 2
+
+
+class Stopped(RunEnd):
+    """A guard ended a running job (non-finite values, a reward that fails too often); the last good state is kept."""
+
+    exit_code = 3
