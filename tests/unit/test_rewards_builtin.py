@@ -1,0 +1,168 @@
+"""The rewards that ship."""
+
+import doctest
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.batch import Completion, Prompt
+from trainer.config.grpo import Reward
+from trainer.errors import Refused
+from trainer.rewards import builtin
+from trainer.rewards.runtime import RewardRuntime
+
+
+def runtime(function: str, **keys: Any) -> RewardRuntime:
+    return RewardRuntime([Reward(name="r", kind="builtin", function=function, **keys)], Path("."))
+
+
+def row(text: str, index: int = 0, **columns: Any) -> Completion:
+    prompt = Prompt(index=index, text="?", ids=(1,), messages=None, columns=columns)
+    return Completion(group=0, generation=0, prompt=prompt, ids=(5,), sampling_logps=(0.0,), finish="stop", text=text)
+
+
+def test_every_example_in_the_documentation_is_true() -> None:
+    result = doctest.testmod(builtin)
+    assert result.attempted >= len(builtin.BUILTINS)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 42", "42"),
+        ("he has 1,234 marbles.", "1234"),
+        ("1,234,567.25", "1234567.25"),
+        ("x = -3", "-3"),
+        ("x = \N{MINUS SIGN}3", "-3"),
+        ("5-3", "3"),
+        ("2^-3", "-3"),
+        ("GPT-4", "4"),
+        ("costs $2.50.", "2.5"),
+        ("owes -$5 or $-5", "-5"),
+        ("3/4 of it", "3/4"),
+        ("-3/4", "-3/4"),
+        ("1/0", "0"),
+        (".5", "1/2"),
+        ("1, 2, 3", "3"),
+        ("1,2345", "2345"),
+        ("007", "7"),
+    ],
+)
+def test_last_number_reads_numbers_as_people_write_them(text: str, number: str) -> None:
+    assert builtin.number_at_end(text) == Fraction(number)
+
+
+def test_last_number_compares_exactly() -> None:
+    # As floats these two are equal.
+    assert builtin.last_number(["9007199254740993"], answer=["9007199254740992"]) == [0.0]
+    assert builtin.last_number(["0.50", "one half"], answer=["1/2", 1]) == [1.0, 0.0]
+
+
+def test_last_number_survives_what_a_broken_model_writes() -> None:
+    assert builtin.last_number(["7" * 5000, "$" * 5000, "1," * 5000], answer=["7", "7", "1"]) == [0.0, 0.0, 1.0]
+
+
+def test_format_wants_each_tag_once_and_in_order() -> None:
+    good = "<think>a < b</think>\n\n<answer>4</answer>\n"
+    bad = [
+        "<answer>4</answer><think>a</think>",
+        "<think>a</think><answer></answer>",
+        "<think>a</think> so <answer>4</answer>",
+        "<think>a</think><think>b</think><answer>4</answer>",
+        "<think>a</think><answer>4</answer><answer>5</answer>",
+        "<think>a<answer>4</answer>",
+    ]
+    assert builtin.think_then_answer([good, *bad]) == [1.0] + [0.0] * len(bad)
+
+
+def test_regex_is_the_users_pattern_in_text_and_in_chat() -> None:
+    function = builtin.bind(Reward(name="r", kind="builtin", function="regex", pattern=r"^\d+$"))
+    assert function(completions=["42", [{"role": "assistant", "content": "42"}], "42!"]) == [1.0, 1.0, 0.0]
+
+
+def test_length_never_leaves_0_to_1() -> None:
+    ids = [[5] * n for n in (0, 1, 10, 20, 1000)]
+    assert builtin.length(ids, target=10) == [0.0, pytest.approx(0.1), 1.0, 0.0, 0.0]
+    assert builtin.length(ids, limit=10) == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_math_verify_compares_as_mathematics() -> None:
+    texts = [r"so \boxed{\frac{2}{4}}", "The answer is 0.5", r"$x^2 + 2x + 1$", "no idea"]
+    answers = [r"\frac{1}{2}", "1/2", "$(x+1)^2$", "3"]
+    assert builtin.math_verify(texts, answer=answers) == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_math_verify_leaves_unscored_what_it_cannot_compare_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+
+    def verify(gold: Any, target: Any, **options: Any) -> bool:
+        while "13" in str(target):
+            pass
+        return True
+
+    monkeypatch.setattr(math_verify, "verify", verify)
+    monkeypatch.setattr(builtin, "SECONDS_PER_ANSWER", 0.1)
+    assert builtin.math_verify(["7", "13", "7"], answer=["7"] * 3) == [1.0, None, 1.0]
+
+
+def test_reasoning_gym_scores_as_the_task_does() -> None:
+    import reasoning_gym
+
+    task = reasoning_gym.create_dataset("countdown", size=1, seed=3)
+    entry = task[0]
+    solution = entry["metadata"]["expression"]
+    texts = (f"<answer>{solution}</answer>", solution, "1")
+    completions = [row(text, entry=entry, source="countdown") for text in texts]
+    runtime("reasoning_gym").score(completions, 0)
+    assert [c.reward for c in completions] == [1.0, 1.0, task.score_answer("1", entry)]
+
+
+def test_reasoning_gym_scores_with_the_arguments_of_the_task() -> None:
+    # This task compares digits up to the number of places that its rows were made with.
+    entry = {"question": "", "answer": "0.125", "metadata": {}}
+    scores = [
+        builtin.reasoning_gym(["0.124"], entry=[entry], source=[f"reasoning_gym:decimal_arithmetic?{arguments}"])
+        for arguments in ("max_num_decimal_places=2", "max_num_decimal_places=6")
+    ]
+    assert scores[0][0] != scores[1][0]
+
+
+@pytest.mark.parametrize(
+    ("function", "keys", "message"),
+    [
+        ("exact_matsch", {}, "did you mean 'exact_match'"),
+        ("regex", {}, "needs the key `pattern`"),
+        ("regex", {"pattern": "(a"}, "no regular expression"),
+        ("length", {}, "either `target` or `limit` (tokens), got neither"),
+        ("length", {"target": 3, "limit": 4}, "got target and limit"),
+        ("exact_match", {"pattern": "x"}, "does not read the key 'pattern'"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(function: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=re.escape(message)):
+        runtime(function, **keys)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Refused, match=re.escape("pip install 'zero-grpo[tasks]'")):
+        runtime("math_verify")
+
+
+def test_references_that_cannot_be_used_are_found_before_the_first_rollout() -> None:
+    def prompts(*answers: Any) -> list[Prompt]:
+        return [row("", index=i, answer=answer).prompt for i, answer in enumerate(answers)]
+
+    assert runtime("last_number").check(prompts("#### 1", "2")) == []
+    [problem] = runtime("last_number").check(prompts("1", "yes", "no"))
+    assert problem == (
+        "reward 'r' (last_number) cannot score 2 rows: 1, 2; row 1: ValueError: the answer 'yes' holds no number"
+    )
+    [problem] = runtime("math_verify").check(prompts("1", "?"))
+    assert "1 row: 1" in problem
+    [problem] = runtime("reasoning_gym").check([row("", index=4, entry={"answer": "1"}, source="no_such_task").prompt])
+    assert "1 row: 4" in problem and "no_such_task" in problem

@@ -1,0 +1,114 @@
+"""The first half of a step: completions, sampled or recorded, and what they are worth."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.algorithm.advantages import group_advantages
+from trainer.batch import Completion, Prompt
+from trainer.errors import Refused
+from trainer.record.metrics import Sums
+from trainer.record.rollout_rows import read_rollouts
+from trainer.rollout.hf import Group
+from trainer.state import State
+from trainer.world import World
+
+
+def share(prompts: list[Prompt], world: World) -> list[Group]:
+    """This rank's groups. A group stays on one rank, so that its statistics need no communication."""
+    return [Group(place, prompt) for place, prompt in enumerate(prompts)][world.rank :: world.size]
+
+
+def sample(state: State, groups: list[Group]) -> list[Completion]:
+    """G completions of each prompt: decoded, or read from ``rollout.replay``."""
+    if state.config.rollout.replay:
+        return recorded(state)
+    return state.decoder.generate(groups, step=state.step, generations=state.config.rollout.num_generations)
+
+
+def recorded(state: State) -> list[Completion]:
+    """This rank's groups of the recorded step, with their recorded rewards; advantages are computed anew."""
+    rows = read_rollouts(Path(state.config.rollout.replay), state.step + 1)
+    tokenizer = state.policy.tokenizer
+    completions = []
+    for row in rows:
+        if row["group"] % state.world.size != state.world.rank:
+            continue
+        prompt = recorded_prompt(row)
+        weights = {reward.name: reward.weight for reward in state.config.reward}
+        if weights and set(weights) != set(row["rewards"]):
+            raise Refused(
+                f"rollout.replay = {state.config.rollout.replay}: step {state.step + 1} has the rewards "
+                f"{sorted(row['rewards'])}, the run file {sorted(weights)}. Fix: name the same ones, or leave [[reward]] out."
+            )
+        completions.append(
+            Completion(
+                group=row["group"],
+                generation=row["index"],
+                prompt=prompt,
+                ids=tuple(row["completion_ids"]),
+                sampling_logps=tuple(row["sampling_logps"]),
+                finish=row["finish"],
+                text=tokenizer.decode(row["completion_ids"], skip_special_tokens=True),
+                rewards=row["rewards"],
+                reward=total_reward(row["rewards"], weights),
+            )
+        )
+    return completions
+
+
+def recorded_prompt(row: dict[str, Any]) -> Prompt:
+    """The prompt of a recorded row; its text and columns are optional there."""
+    return Prompt(row["row"], row.get("prompt", ""), tuple(row["prompt_ids"]), None, row.get("columns", {}))
+
+
+def total_reward(rewards: dict[str, float | None], weights: dict[str, float]) -> float | None:
+    """The weighted sum; None as soon as a reward that counts is missing."""
+    total = 0.0
+    for name, value in rewards.items():
+        weight = weights.get(name, 1.0)
+        if weight and value is None:
+            return None
+        total += weight * (value or 0.0)
+    return total
+
+
+def score(state: State, completions: list[Completion], sums: Sums) -> None:
+    """Fills in the rewards. Recorded completions have theirs already."""
+    if state.config.rollout.replay:
+        return
+    result = state.rewards.score(completions, state.step)
+    for message in result.messages:
+        state.notes.append(message)
+    for name, (total, count) in result.metrics.items():
+        sums.add(name, total, count)
+
+
+def trained(completions: list[Completion], mask_truncated: bool) -> list[Completion]:
+    """Scored completions that the loss reads. The others stay in the records and in the group statistics."""
+    return [c for c in completions if c.reward is not None and c.ids and not (mask_truncated and c.finish == "length")]
+
+
+def set_advantages(state: State, completions: list[Completion]) -> None:
+    """Advantages within each group; unscored completions stay out of its statistics."""
+    grpo = state.config.grpo
+    rewards = torch.tensor(
+        [float("nan") if c.reward is None else c.reward - c.kl_penalty for c in completions], dtype=torch.float64
+    )
+    groups = torch.tensor([c.group for c in completions], dtype=torch.long)
+    batch_std = _batch_std(rewards, state.world) if grpo.scale_rewards == "batch" else None
+    advantages = group_advantages(
+        rewards, groups, scale=grpo.scale_rewards, baseline=grpo.baseline, eps=grpo.advantage_eps, batch_std=batch_std
+    )
+    for completion, advantage in zip(completions, advantages.tolist(), strict=True):
+        completion.advantage = advantage
+
+
+def _batch_std(rewards: torch.Tensor, world: World) -> float:
+    """Std (ddof 1) of all scored rewards of the step over all ranks, in two passes."""
+    scored = rewards[~rewards.isnan()]
+    total, count = world.all_reduce_sum([float(scored.sum()), len(scored)])
+    deviation = scored - total / max(count, 1)
+    (squares,) = world.all_reduce_sum([float(deviation.square().sum())])
+    return float((squares / max(count - 1, 1)) ** 0.5)

@@ -1,0 +1,41 @@
+"""`zero-grpo keys`: every key with type, default and meaning, from the model itself."""
+
+import difflib
+import textwrap
+from collections.abc import Sequence
+
+from pydantic.fields import FieldInfo
+
+from trainer.config.fields import expected, keys, literal, section_of
+from trainer.errors import Refused
+
+WIDTH = 100
+
+
+def describe(section: str = "") -> str:
+    """Every key, those of one table (`grpo`, `grpo.kl`), or one key (`optim.lr`). Raises `Refused` for any other name."""
+    wanted = section.strip("[]").replace("-", "_")
+    chosen = [(path, field) for path, field in keys() if not wanted or f"{'.'.join(path)}.".startswith(f"{wanted}.")]
+    if not chosen:
+        tables = [".".join(path) for path, field in keys() if section_of(field.annotation) is not None]
+        close = difflib.get_close_matches(wanted, [".".join(path) for path, _ in keys()], n=1)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        raise Refused(f"zero-grpo keys {section}: there is no such table or key. {hint}Tables: {', '.join(tables)}.")
+    return "\n".join(_entry(path, field) for path, field in chosen).strip("\n") + "\n"
+
+
+def _entry(path: Sequence[str], field: FieldInfo) -> str:
+    meaning = textwrap.fill(field.description or "", WIDTH, initial_indent="    ", subsequent_indent="    ")
+    if section_of(field.annotation) is not None:
+        name = ".".join(path)
+        header = f"[[{name}]]" if path == ("reward",) else f"[{name}]"
+        return f"\n{header}  {field.description}"
+    kind = expected(field.annotation, field.metadata)
+    return f"  {'.'.join(path)}: {kind}; {_default(field)}\n{meaning}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    return "no default" if default is None else f"default {literal(default)}"

@@ -1,0 +1,43 @@
+"""Values that a run file may hold and that this version cannot do yet."""
+
+from collections.abc import Iterator
+
+from trainer.config.fields import literal
+from trainer.config.problems import Problem
+from trainer.config.rules.keys import given, problem
+from trainer.config.schema import RunConfig
+
+# key -> (values that do not work yet, what to use)
+NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
+    "quant.bits": ((4,), "0"),
+    "rollout.engine": (("shared", "vllm"), '"hf"'),
+    "optim.name": (("adamw8bit",), '"adamw"'),
+    "reference.mode": (("zero3",), '"auto"'),
+}
+# Keys that only take their default yet.
+FIXED = ("watch.level", "watch.on_alarm", "watch.checksum_every", "checkpoint.every")
+REWARD_KINDS = ("python", "builtin")
+
+
+def not_yet(config: RunConfig) -> Iterator[Problem]:
+    for key, (values, instead) in NOT_YET.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value in values:
+            yield problem(key, f"{key} = {literal(value)} is not available in this version; use {instead}.")
+    for key in FIXED:
+        section_name, name = key.split(".")
+        section = getattr(config, section_name)
+        if given(section, name):
+            default = literal(type(section).model_fields[name].default)
+            yield problem(key, f"{key} = {literal(getattr(section, name))} is not available in this version; use {default}.")
+
+
+def reward_kinds(config: RunConfig) -> Iterator[Problem]:
+    for index, entry in enumerate(config.reward):
+        if entry.kind not in REWARD_KINDS:
+            choices = " or ".join(literal(kind) for kind in REWARD_KINDS)
+            yield Problem((("reward", index, "kind"),), f'reward.{entry.name}.kind = "{entry.kind}" is not available in this version; use {choices}.')
+
+
+RULES = (not_yet, reward_kinds)

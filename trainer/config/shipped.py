@@ -1,0 +1,17 @@
+"""Folders that lie at the top of a checkout, where users look, and inside the package in a wheel."""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def ds_configs() -> Path:
+    return _first(PACKAGE / "ds_configs", PACKAGE.parent / "ds_configs")
+
+
+def recipes() -> Path:
+    return _first(PACKAGE / "recipes", PACKAGE.parent / "launch" / "recipes")
+
+
+def _first(installed: Path, checkout: Path) -> Path:
+    return installed if installed.is_dir() else checkout

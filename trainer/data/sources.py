@@ -1,0 +1,175 @@
+"""Where rows come from: files, folders, the Hugging Face hub, reasoning-gym."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.reasoning_gym_tasks import PREFIX, read_reasoning_gym
+from trainer.data.table import Table, numbered
+from trainer.data.text_files import read_csv, read_json, read_json_lines
+from trainer.errors import Refused
+
+FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
+OTHER_FILE_TYPES = (".gz", ".zst", ".txt", ".tsv", ".xlsx", ".arrow")
+"""Not read, but a name that ends so is no hub name."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source as a run file names it; the two keys only serve error messages."""
+
+    name: str
+    split: str = "train"
+    """Of a folder or a hub data set; a file is a single table, which counts as its split "train"."""
+    config: str = ""
+    key: str = "data.source"
+    split_key: str = "data.split"
+
+    @property
+    def path(self) -> Path:
+        return Path(self.name).expanduser()
+
+    @property
+    def setting(self) -> str:
+        return f'{self.key} = "{self.name}"'
+
+
+def read_rows(source: Source) -> Table:
+    """All rows of a file, a folder, a hub data set or a reasoning-gym task.
+
+    Raises:
+        Refused: nothing there, not readable as a whole, no such split, or not a single row.
+    """
+    if not source.name:
+        raise Refused(f"{source.key} is empty; expected a file ({', '.join(FILE_TYPES)}), a folder or a hub data set.")
+    if source.name.startswith(PREFIX):
+        _refuse_split(source)
+        table = read_reasoning_gym(source.name)
+    elif source.path.is_dir():
+        table = _read_folder(source)
+    elif source.path.is_file():
+        _refuse_split(source)
+        table = _read_file(source)
+    elif _looks_like_path(source.name):
+        raise Refused(f"{source.setting}: no such file or folder.\n{_neighbours(source.path)}")
+    else:
+        table = _load_dataset(source)
+    if not table.rows and not table.unreadable:
+        raise Refused(f"{source.setting}: {table.label} holds no rows.")
+    return table
+
+
+def _read_file(source: Source) -> Table:
+    ending = source.path.suffix.lower()
+    try:
+        match ending:
+            case ".jsonl":
+                return read_json_lines(source.path, source.name)
+            case ".json":
+                return read_json(source.path, source.name)
+            case ".csv":
+                return read_csv(source.path, source.name)
+            case ".parquet":
+                return _read_parquet(source)
+    except OSError as error:
+        raise Refused(f"{source.setting}: cannot be read: {error.strerror or error}") from error
+    raise Refused(f'{source.setting}: got a file that ends in "{ending}", expected one of {", ".join(FILE_TYPES)}.')
+
+
+def _read_parquet(source: Source) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.ParquetFile(source.path).read().to_pylist()
+    except pyarrow.ArrowException as error:
+        raise Refused(f"{source.setting}: not readable as Parquet: {error}") from error
+    return numbered(rows, source.name)
+
+
+def _read_folder(source: Source) -> Table:
+    """What save_to_disk wrote, or else a folder of data files as they lie in a hub repository."""
+    if not any((source.path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return _load_dataset(source)
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(source.path))
+    except (OSError, ValueError) as error:
+        raise Refused(f"{source.setting}: datasets.load_from_disk failed: {error}") from error
+    if isinstance(saved, datasets.Dataset):
+        _refuse_split(source, own=str(saved.split or "train"))
+        return numbered(saved.to_list(), source.name)
+    if source.split not in saved:
+        raise Refused(f'{source.split_key} = "{source.split}": {source.name} holds the splits {", ".join(saved)}.')
+    return numbered(saved[source.split].to_list(), _with_split(source))
+
+
+def _load_dataset(source: Source) -> Table:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(source.name, source.config or None, split=source.split).to_list()
+    # httpx, fsspec, pyarrow, the hub client and the dataset builders each raise kinds of their own, none with a
+    # common base; to the user they all mean that this source could not be had, and the reason is passed on.
+    except Exception as error:
+        config = f'"{source.config}", ' if source.config else ""
+        raise Refused(
+            f"{source.setting} could not be loaded.\n"
+            f'Tried: datasets.load_dataset("{source.name}", {config}split="{source.split}")\n'
+            f"It said: {type(error).__name__}: {error}\n"
+            f"{_advice(source)}"
+        ) from error
+    return numbered(rows, _with_split(source))
+
+
+def _advice(source: Source) -> str:
+    if source.path.is_dir():
+        return f"Name a file ({', '.join(FILE_TYPES)}) of that folder, or a folder written by datasets' save_to_disk."
+    folder = source.name.rsplit("/", 1)[-1]
+    config = f', "{source.config}"' if source.config else ""
+    return (
+        f"{_neighbours(source.path)}\n"
+        "If it is on the hub: check name, data.config and split, and the network (HF_ENDPOINT may name a mirror).\n"
+        "Without network: save it where there is one, copy the folder, and name the folder here:\n"
+        f'  datasets.load_dataset("{source.name}"{config}).save_to_disk("{folder}")'
+    )
+
+
+def _refuse_split(source: Source, own: str = "train") -> None:
+    """A single table has no configurations, and no split but its own."""
+    if source.config:
+        raise Refused(
+            f'data.config = "{source.config}" has no meaning for {source.setting}, a single table. Remove it.'
+        )
+    if source.split not in ("train", own):
+        raise Refused(
+            f'{source.split_key} = "{source.split}": {source.name} is a single table without splits. '
+            "Name another file in data.eval_source, or hold rows out with data.eval_fraction."
+        )
+
+
+def _looks_like_path(name: str) -> bool:
+    """A hub name is NAME or OWNER/NAME, without a file ending."""
+    return (
+        Path(name).suffix.lower() in FILE_TYPES + OTHER_FILE_TYPES
+        or name.startswith((".", "/", "~"))
+        or name.endswith("/")
+        or name.count("/") > 1
+    )
+
+
+def _neighbours(path: Path) -> str:
+    """From where a relative path was read, and what lies there under a similar name."""
+    folder = path.absolute().parent
+    while not folder.is_dir():
+        folder = folder.parent
+    names = sorted(entry.name for entry in folder.iterdir())
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    data_files = [name for name in names if Path(name).suffix.lower() in FILE_TYPES]
+    found = f"similar names: {', '.join(near)}" if near else f"data files: {', '.join(data_files[:10]) or 'none'}"
+    return f"Relative paths are read from {Path.cwd()}. In {folder}: {found}."
+
+
+def _with_split(source: Source) -> str:
+    return f'{source.name} (split "{source.split}")'

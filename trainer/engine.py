@@ -1,0 +1,158 @@
+"""The ZeRO engine. The only importer of deepspeed, and the only place that knows its arithmetic."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config.sections import Optim
+from trainer.errors import Refused, Stopped
+from trainer.world import World
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of one optimizer step, the same on every rank."""
+
+    grad_norm: float
+    """L2 norm of the averaged gradient over all parameters, before clipping."""
+    applied: bool
+    """False: the gradient was not finite on some rank, so no rank updated."""
+
+
+class ZeroEngine:
+    """DeepSpeed's engine reduced to what a policy gradient needs: forward, summed backward, step, gather."""
+
+    def __init__(self, module: nn.Module, optim: Optim, deepspeed_config: dict[str, Any], world: World) -> None:
+        if world.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import; a card may be present and not wanted
+        import deepspeed  # here, so that a command that trains nothing does not pay for the import
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if world.device.type == "cpu":
+            # CPU ranks speak gloo. DeepSpeed would compile a shared-memory operator for 100 s at the first start, and
+            # leave 66 MiB per rank and port in /dev/shm after every run.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
+        self._deepspeed = deepspeed
+        self.world = world
+        self.stage: int = deepspeed_config.get("zero_optimization", {}).get("stage", 0)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        offload = deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+        exact = {name: buffer for name, buffer in module.named_buffers() if buffer.dtype == torch.float32}
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=_optimizer(deepspeed, trained, optim, offload=offload), config=deepspeed_config
+        )
+        self.module: nn.Module = self._engine.module
+        # In bf16 the engine casts the whole module. Rotary frequencies rounded to 8 bits turn long prompts into noise.
+        for name, buffer in exact.items():
+            owner, _, leaf = name.rpartition(".")
+            self.module.get_submodule(owner).register_buffer(leaf, buffer.to(world.device), persistent=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Forward through the engine, so that its hooks run."""
+        return self._engine(*args, **kwargs)
+
+    def backward_sum(self, loss_sum: Tensor, global_count: float, *, last: bool) -> None:
+        """Accumulates the gradient of ``loss_sum / global_count``, where ``loss_sum`` is this rank's part of the sum.
+
+        DeepSpeed averages gradients over the ranks, so the sum is multiplied by their number here and nowhere else;
+        gradient_accumulation_steps is 1 in the config, so that nothing divides by it. A coefficient inside the loss is
+        never divided by the world size: the averaging has done that already.
+        ``last``: this is the last backward of the optimizer step, after which gradients are complete.
+        """
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss_sum * (self.world.size / global_count))
+
+    def step(self, learning_rate: float) -> StepOutcome:
+        """One update, or none on every rank when the gradient holds a NaN or an infinity on any."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        grad_norm = self._grad_norm()
+        finite = torch.isfinite(torch.tensor(grad_norm)).item()
+        if not finite and self.stage == 0:
+            # Stage 0 in fp32 applies a NaN without a word; so its step must not run.
+            self._engine.optimizer.zero_grad()
+            self._engine.zero_grad()
+            return StepOutcome(grad_norm, applied=False)
+        # Stages 1-3 drop a non-finite gradient inside their step and reset the buffers that hold it.
+        self._engine.step()
+        if self._engine.was_step_applied() != finite:
+            raise Stopped(f"ZeRO stage {self.stage} {'skipped' if finite else 'applied'} a step of gradient norm {grad_norm}")
+        return StepOutcome(grad_norm, applied=bool(finite))
+
+    def _grad_norm(self) -> float:
+        """fp32 norm of the averaged gradient. Each stage keeps it elsewhere: whole on every rank, or sharded."""
+        square = sum((shard.float().square().sum() for shard in self._gradient_shards()), torch.zeros((), device=self.world.device))
+        if self.stage == 0:
+            return float(square.sqrt())
+        return float(self.world.all_reduce_sum([float(square)])[0] ** 0.5)
+
+    def _gradient_shards(self) -> Sequence[Tensor]:
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):  # what DeepSpeed makes of stage 1 in bf16
+            return optimizer.fp32_groups_gradient_flat_partition
+        if self.stage == 0:
+            gradients = [self._deepspeed.utils.safe_get_full_grad(p) for p in self.module.parameters() if p.requires_grad]
+            return [gradient for gradient in gradients if gradient is not None]
+        if self.stage == 3:
+            if optimizer.offload_optimizer:
+                return [group.grad for group in optimizer.fp32_partitioned_groups_flat]
+            return [shard for shards in optimizer.averaged_gradients.values() for shard in shards]
+        if optimizer.cpu_offload:
+            return [group.grad for group in optimizer.single_partition_of_fp32_groups]
+        return [shard for shards in optimizer.averaged_gradients.values() for shard in shards]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Whole parameters on every rank and no ZeRO-3 module hooks: for decoding, where each rank runs on its own.
+
+        Gathering alone is not enough: the hooks would gather and release again at every module of every token.
+        """
+        if self.stage != 3:
+            yield
+            return
+        offload = self._engine.optimizer.parameter_offload
+        with self._deepspeed.zero.GatheredParameters(list(self.module.parameters())):
+            for parameter in self.module.parameters():
+                parameter.ds_active_sub_modules.clear()
+            for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield
+            finally:
+                offload.setup_zero_stage3_hooks()
+
+    @contextmanager
+    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Whole ``parameters`` on every rank, to read them (export). A collective under ZeRO-3."""
+        if self.stage != 3:
+            yield
+            return
+        with self._deepspeed.zero.GatheredParameters(list(parameters)):
+            yield
+
+
+def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, offload: bool) -> torch.optim.Optimizer:
+    if offload:
+        try:
+            return deepspeed.ops.adam.DeepSpeedCPUAdam(
+                trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, adamw_mode=True
+            )
+        except Exception as error:  # ninja, the compiler and the loader each raise their own
+            reason = " ".join(str(error).split())[-300:]
+            raise Refused(
+                f"engine.deepspeed asks for optimizer offload, whose CPU Adam is compiled at the first use, and that failed: {reason} "
+                "Fix: install a C++ compiler (g++) and ninja, or use a configuration without offload, such as zero2."
+            ) from error
+    if optim.name == "sgd":
+        return torch.optim.SGD(trained, lr=optim.lr, weight_decay=optim.weight_decay)
+    return torch.optim.AdamW(trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)

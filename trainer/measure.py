@@ -1,0 +1,80 @@
+"""From the sums of every rank to the one row of metrics.jsonl."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from trainer.algorithm.advantages import group_statistics
+from trainer.batch import Completion
+from trainer.record.metrics import Sums
+from trainer.world import World
+
+
+class Stopwatch:
+    """Seconds of each phase of a step, on this rank."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self.last
+        self.last = now
+
+
+def measure_rollout(completions: Sequence[Completion], sums: Sums) -> None:
+    """What this rank's completions say: rewards and their spread, lengths, cuts."""
+    scored = [c for c in completions if c.reward is not None]
+    rewards = [c.reward for c in scored if c.reward is not None]
+    sums.add("unscored_fraction", len(completions) - len(scored), len(completions))
+    sums.add("truncated_fraction", sum(c.finish == "length" for c in completions), len(completions))
+    # Lengths of what was sampled, before any mask.
+    sums.add("completion_tokens_mean", sum(len(c.ids) for c in completions), len(completions))
+    sums.add("reward_mean", sum(rewards), len(rewards))
+    sums.add("reward_square", sum(reward * reward for reward in rewards), len(rewards))
+    for name in sorted({name for c in completions for name in c.rewards}):
+        parts = [value for c in completions if (value := c.rewards.get(name)) is not None]
+        sums.add(f"reward/{name}", sum(parts), len(parts))
+    if scored:
+        groups = [c.group for c in scored]
+        _, std, _ = group_statistics(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups))
+        spread = dict(zip(groups, std.tolist(), strict=True))
+        sums.add("zero_std_fraction", sum(value == 0 for value in spread.values()), len(spread))
+
+
+def all_reduced(world: World, sums: Sums) -> Sums:
+    """The sums of all ranks, on every rank: one explicit all_reduce of (sum, count) pairs, one of maxima.
+
+    A mean of the ranks' means would weigh a rank with few tokens like one with many. Ranks may hold different names
+    (a rank without completions holds few), so they agree on the names first.
+    """
+    names = world.gather_objects((list(sums.totals), list(sums.maxima)))
+    pairs = sorted({name for pair_names, _ in names for name in pair_names})
+    maxima = sorted({name for _, maximum_names in names for name in maximum_names})
+    flat = world.all_reduce_sum([number for name in pairs for number in sums.totals.get(name, (0.0, 0.0))])
+    highest = world.all_reduce_max([sums.maxima.get(name, float("-inf")) for name in maxima])
+    total = Sums()
+    total.totals = {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(pairs)}
+    total.maxima = dict(zip(maxima, highest, strict=True))
+    return total
+
+
+def step_metrics(world: World, sums: Sums, seconds: dict[str, float]) -> dict[str, float]:
+    """The metrics of one step, equal on all ranks. Seconds are those of the slowest rank."""
+    for phase, value in seconds.items():
+        sums.maximum(f"seconds_{phase}", value)
+    if world.device.type == "cuda":
+        sums.maximum("peak_memory_gib", torch.cuda.max_memory_allocated(world.device) / 2**30)
+        torch.cuda.reset_peak_memory_stats(world.device)
+    total = all_reduced(world, sums)
+    metrics = total.means()
+    for name in ("kl", "reward"):
+        mean = metrics.get("kl" if name == "kl" else "reward_mean")
+        square = metrics.pop(f"{name}_square", None)
+        if mean is not None and square is not None:
+            metrics[f"{name}_std"] = max(0.0, square - mean * mean) ** 0.5
+    tokens, _ = total.totals["completion_tokens_mean"]
+    metrics["tokens_per_second"] = tokens / sum(metrics[f"seconds_{phase}"] for phase in seconds)
+    return metrics

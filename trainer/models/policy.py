@@ -1,0 +1,215 @@
+"""The policy: weights from a folder, a hub name or a GGUF file; full or LoRA; one dtype; no dropout in any pass."""
+
+import json
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config.sections import Lora, Model
+from trainer.errors import Refused
+from trainer.models import rope
+
+REFERENCE_ADAPTER = "reference"
+"""Name of the frozen copy of the start adapter, beside the trained "default"."""
+
+
+@dataclass
+class Policy:
+    """What is trained, and what belongs to it. ``peft`` is None in full fine-tuning."""
+
+    causal: PreTrainedModel
+    """The transformers model; with LoRA, the adapters sit in its layers."""
+    peft: PeftModel | None
+    tokenizer: PreTrainedTokenizerBase
+    generation_config: GenerationConfig
+    """As the checkpoint has it: for its stop ids and for the export. The rollout never samples by it."""
+    dtype: torch.dtype
+
+
+def resolve_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The one compute dtype of the run, and why. "auto": bf16 on a card that has it, fp32 elsewhere."""
+    if device.type == "cpu":
+        return (torch.bfloat16, "asked for") if asked == "bf16" else (torch.float32, "the CPU default; exact comparisons")
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    name = torch.cuda.get_device_name(device)
+    supported = torch.cuda.is_bf16_supported(including_emulation=False)
+    if asked == "bf16" and not supported:
+        raise Refused(
+            f'model.dtype = "bf16": {name} (compute capability {capability}) has no bf16, which begins at 8.0. '
+            'Fix: model.dtype = "fp32"; fp16 is no way out, since Qwen2/Qwen2.5 activations overflow in it.'
+        )
+    if asked == "fp32" or not supported:
+        return torch.float32, "asked for" if asked == "fp32" else f"{name} (compute capability {capability}) has no bf16"
+    return torch.bfloat16, f"{name} has it"
+
+
+def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model folder or GGUF file."""
+    arguments = _source(model)
+    tokenizer = _loaded(model, lambda: AutoTokenizer.from_pretrained(model.name_or_path, **arguments))
+    if tokenizer.pad_token_id is None:
+        # Padding is masked by position, never by id, so that any id will do; the end token always exists.
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+    return tokenizer
+
+
+def load_generation_config(model: Model) -> GenerationConfig:
+    """The checkpoint's own; an empty one where it has none."""
+    try:
+        return GenerationConfig.from_pretrained(model.name_or_path, revision=model.revision or "main")
+    except OSError:
+        return GenerationConfig()
+
+
+def load_policy(model: Model, lora: Lora, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> Policy:
+    """Loads the weights, refuses incomplete ones, adds or continues the adapter, and turns dropout off."""
+    causal = load_causal(model, dtype)
+    generation_config = causal.generation_config or GenerationConfig()  # with a GGUF file, its stop ids are only here
+    # A clean one in its place: fields left unset in a generate() call are filled from it, and Qwen's checkpoints
+    # carry top_k and repetition_penalty, which would make the sampled distribution another than the scored one.
+    causal.generation_config = GenerationConfig()
+    peft = None
+    if lora.r:
+        peft = _continued(causal, lora) if lora.start_adapter else _fresh(causal, lora)
+    policy = Policy(causal, peft, tokenizer, generation_config, dtype)
+    disable_dropout(peft or causal)
+    return policy
+
+
+def load_causal(model: Model, dtype: torch.dtype) -> PreTrainedModel:
+    """The bare model in ``dtype``; weights that the files lack are an error, not a random start."""
+    arguments = _source(model)
+    request = rope.requested(model.rope)
+    config = None
+    if request is not None:
+        config = _loaded(model, lambda: AutoConfig.from_pretrained(model.name_or_path, **arguments))
+        rope.apply(config, request)
+    causal, info = _loaded(
+        model,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            model.name_or_path, config=config, dtype=dtype, attn_implementation=model.attn, output_loading_info=True, **arguments
+        ),
+    )
+    if info["missing_keys"] or info["mismatched_keys"]:
+        missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        raise Refused(
+            f"{model.name_or_path}: the files lack {len(missing)} weights of {type(causal).__name__} "
+            f"(first: {', '.join(missing[:5])}), which would start at random. Fix: use a complete checkpoint."
+        )
+    return causal
+
+
+def disable_dropout(module: nn.Module) -> int:
+    """Sets every dropout to 0 and returns how many there were.
+
+    Scored with dropout, the policy's ratio and KL are noise from step 0 on. In train mode the model must stay, since
+    gradient checkpointing is tied to it.
+    """
+    found = 0
+    for part in module.modules():
+        if isinstance(part, nn.Dropout) and part.p > 0:
+            part.p, found = 0.0, found + 1
+        if isinstance(part.__dict__.get("attention_dropout"), float) and part.attention_dropout > 0:
+            part.attention_dropout, found = 0.0, found + 1
+    return found
+
+
+@contextmanager
+def adapter_off(peft: PeftModel) -> Iterator[None]:
+    """The base model acts. PEFT's own ``disable_adapter`` also flips ``requires_grad``, which would part the parameters
+    from the engine's gradient hooks; so does its ``set_adapter``."""
+    layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
+def reference_adapter(peft: PeftModel) -> Iterator[None]:
+    """The frozen start adapter acts instead of the trained one."""
+    layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer._active_adapter = [REFERENCE_ADAPTER]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._active_adapter = ["default"]
+
+
+def _fresh(causal: PreTrainedModel, lora: Lora) -> PeftModel:
+    targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    if forbidden := {"lm_head", "embed_tokens"} & set(lora.targets):
+        raise Refused(
+            f"lora.targets holds {', '.join(sorted(forbidden))}: with tied embeddings an adapter there changes input and "
+            'output alike, and exported adapters come apart. Fix: lora.targets = ["all-linear"], which leaves both out.'
+        )
+    config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM")
+    try:
+        return get_peft_model(causal, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        names = sorted({name.rsplit(".", 1)[-1] for name, part in causal.named_modules() if isinstance(part, nn.Linear)})
+        raise Refused(f"lora.targets = {list(lora.targets)}: {error}. This model's linear layers are {', '.join(names)}.") from error
+
+
+def _continued(causal: PreTrainedModel, lora: Lora) -> PeftModel:
+    folder = Path(lora.start_adapter)
+    try:
+        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(f"lora.start_adapter = {lora.start_adapter}: {error}. Expected a folder that PEFT saved.") from error
+    if (saved.get("r"), saved.get("lora_alpha")) != (lora.r, lora.alpha):
+        raise Refused(
+            f"lora.start_adapter = {folder}: its r and lora_alpha are {saved.get('r')} and {saved.get('lora_alpha')}, the run "
+            f"file's lora.r and lora.alpha are {lora.r} and {lora.alpha}. Fix: set lora.r = {saved.get('r')} and "
+            f"lora.alpha = {saved.get('lora_alpha')}."
+        )
+    peft = PeftModel.from_pretrained(causal, folder, is_trainable=True, autocast_adapter_dtype=False)
+    peft.load_adapter(folder, adapter_name=REFERENCE_ADAPTER, is_trainable=False, autocast_adapter_dtype=False)
+    return peft
+
+
+def _source(model: Model) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.revision:
+        arguments["revision"] = model.revision
+    if model.gguf_file:
+        try:
+            import gguf  # noqa: F401  (an extra; transformers' own message names no package of ours)
+        except ImportError as error:
+            raise Refused("model.gguf_file needs the package gguf. Fix: pip install 'zero-grpo[gguf]'.") from error
+        arguments["gguf_file"] = model.gguf_file
+    return arguments
+
+
+def _loaded(model: Model, load: Any) -> Any:
+    """``load()``, with what transformers raises for a wrong path, name or file said in one message."""
+    path = Path(model.name_or_path)
+    if path.is_file():
+        raise Refused(
+            f"model.name_or_path = {model.name_or_path} is a file. Fix: give its folder, and a GGUF file's name as model.gguf_file."
+        )
+    if path.is_dir() and model.gguf_file and not (path / model.gguf_file).is_file():
+        present = sorted(file.name for file in path.glob("*.gguf"))
+        raise Refused(f"model.gguf_file = {model.gguf_file}: not in {path}. Present: {', '.join(present) or 'no .gguf file'}.")
+    try:
+        return load()
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = " ".join(str(error).split())[:400]
+        raise Refused(
+            f"model.name_or_path = {model.name_or_path}: transformers cannot load it: {reason} "
+            "Fix: give a folder with config.json, weights and tokenizer, or a hub name that this machine can reach."
+        ) from error

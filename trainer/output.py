@@ -1,0 +1,139 @@
+"""What a run writes and says: files and terminal, both from rank 0. Every rank calls, since rows come from all of them."""
+
+import json
+import os
+import socket
+import statistics
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer.batch import Completion
+from trainer.config import RunConfig, dump
+from trainer.errors import Refused
+from trainer.evaluate import Evaluation, Score, rise
+from trainer.launcher import say
+from trainer.models.vocabulary import vocabulary_of
+from trainer.record.console import BeforeAfter, before_after_table, preflight_block, progress_line, sample_block
+from trainer.record.environment import collect
+from trainer.record.rollout_rows import row
+from trainer.record.run_dir import RunDirectory, RunState
+from trainer.state import State
+from trainer.world import World
+
+
+class Output:
+    """The records of one run."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.config = state.config
+        self.world = state.world
+        self.path = Path(state.config.run.dir)
+        self.directory = RunDirectory(self.path)
+        self.run_id = uuid.uuid4().hex[:12]
+        self.seconds: list[float] = []
+        self.evaluations: list[Evaluation] = []
+        self.told = 0
+        """How many of the state's notes the user has seen."""
+
+    def begin(self) -> None:
+        """Makes the run directory, and shows what was decided."""
+        hosts = self.world.gather_objects(socket.gethostname())
+        if not self.world.is_main:
+            return
+        self.directory.create()
+        self.directory.write_config(dump(self.config))
+        self.directory.write_environment(collect(hosts))
+        vocabulary_of(self.state.policy.tokenizer).save(self.path / "rollouts" / "vocabulary.json")
+        self.state.rewards.copy_into(self.path)
+        self._status("running", None, "")
+        say(preflight_block(self._untold()))
+
+    def step(self, metrics: dict[str, float], completions: Sequence[Completion]) -> None:
+        """Metrics, rollouts and samples of the step that was just done."""
+        step, log = self.state.step, self.config.log
+        self.seconds.append(sum(value for name, value in metrics.items() if name.startswith("seconds_")))
+        wanted = (log.rollouts_every and step % log.rollouts_every == 0) or (log.samples_every and step % log.samples_every == 0)
+        rows: list[dict[str, Any]] = []
+        if wanted:
+            for part in self.world.gather_objects([row(completion, step) for completion in completions]):
+                rows += part
+        if not self.world.is_main:
+            return
+        self.directory.append_metrics({"step": step} | metrics)
+        if log.rollouts_every and step % log.rollouts_every == 0:
+            self.directory.write_rollouts(step, rows)
+        for note in self._untold():
+            say(note)
+        if step % log.every == 0 or step == self.state.steps:
+            left = statistics.median(self.seconds[-20:]) * (self.state.steps - step)
+            say(progress_line(metrics, step, self.state.steps, left))
+        if log.samples_every and step % log.samples_every == 0:
+            self._samples(step, rows)
+        self._status("running", None, "")
+
+    def evaluation(self, result: Evaluation) -> None:
+        """Keeps a held-out evaluation, with the mean reward of every prompt."""
+        self.evaluations.append(result)
+        if self.world.is_main:
+            folder = self.path / "eval"
+            folder.mkdir(exist_ok=True)
+            (folder / f"step-{result.step:06d}.json").write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
+            say(
+                f"held-out, step {result.step}: reward {result.sampled.mean:.3f} ± {result.sampled.stderr:.3f} sampled, "
+                f"{result.greedy.mean:.3f} ± {result.greedy.stderr:.3f} greedy"
+            )
+
+    def exported(self, target: Path) -> None:
+        """The closing words: what was gained, where it lies, how to load it."""
+        if not self.world.is_main:
+            return
+        if len(self.evaluations) > 1:
+            before, after = self.evaluations[0], self.evaluations[-1]
+            sampled = f"sampled at T={self.config.rollout.temperature:g}, {self.config.eval.num_generations} a prompt"
+            table = [_line(sampled, before.sampled, after.sampled), _line("greedy", before.greedy, after.greedy)]
+            say("\n" + before_after_table(table, len(self.state.eval_prompts)))
+        say(f"\n{target.name}: {target}\n{_how_to_load(target, self.config.model.name_or_path)}")
+
+    def end(self, state: RunState, exit_code: int, reason: str) -> None:
+        """The last word in run_status.json."""
+        if self.world.is_main and self.directory.path.exists():
+            self._status(state, exit_code, reason)
+
+    def _samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        scored = [one for one in rows if one["reward"] is not None] or rows
+        by_reward = sorted(scored, key=lambda one: one["reward"] or 0.0)
+        text = sample_block(by_reward[-1], by_reward[0])
+        self.directory.write_samples(step, text + "\n")
+        say(text)
+
+    def _status(self, state: RunState, exit_code: int | None, reason: str) -> None:
+        self.directory.status(
+            state, exit_code, self.state.step, reason, host=socket.gethostname(), rank=self.world.rank, pid=os.getpid(), run_id=self.run_id
+        )
+
+    def _untold(self) -> list[str]:
+        fresh = self.state.notes[self.told :]
+        self.told = len(self.state.notes)
+        return fresh
+
+
+def check_directory(config: RunConfig) -> None:
+    """Refuses a run directory that holds a run, before anything is loaded. Writes nothing."""
+    if not config.run.dir:
+        raise Refused('run.dir is not set. Expected the directory that this run writes. Fix: [run] dir = "runs/first".')
+    RunDirectory(config.run.dir).check()
+
+
+def _line(name: str, before: Score, after: Score) -> BeforeAfter:
+    _, error = rise(before, after)
+    return BeforeAfter(name, before.mean, before.stderr, after.mean, after.stderr, error)
+
+
+def _how_to_load(target: Path, base: str) -> str:
+    if target.name == "model":
+        return f'load it: AutoModelForCausalLM.from_pretrained("{target}")'
+    return f'load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{target}")'

@@ -1,0 +1,151 @@
+"""From a run file to a run that can start: every check first, the weights after, the engine last."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import RunConfig, warnings
+from trainer.config.deepspeed_json import resolve
+from trainer.data.prompts import PromptSets, load_prompts
+from trainer.data.stops import StopIds, declared_eos, stop_ids
+from trainer.engine import ZeroEngine
+from trainer.errors import Refused
+from trainer.models.policy import Policy, load_generation_config, load_policy, load_tokenizer, resolve_dtype
+from trainer.models.reference import Reference, make_reference
+from trainer.models.scorer import TokenScorer, check_head
+from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
+from trainer.preflight.replay import check_replay
+from trainer.rewards.runtime import RewardRuntime
+from trainer.rollout.hf import Decoder
+from trainer.rollout.hooks import HookContext, load_hooks, run_hooks
+from trainer.rollout.rope_guard import rope_guard
+from trainer.state import State
+from trainer.world import World
+
+AUTO_TOKENS = {"cuda": 16384, "cpu": 4096}
+"""engine.token_budget = "auto": padded tokens of one pass, by device."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What could be checked without the weights."""
+
+    config: RunConfig
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSets
+    rewards: RewardRuntime
+    hooks: list[Callable[[HookContext], object]]
+    dtype: torch.dtype
+    steps: int
+    notes: list[str]
+
+
+def check(config: RunConfig, folder: Path, world: World) -> Checked:
+    """Everything that can be refused before the weights are read. ``folder``: where the run file lies."""
+    notes = list(warnings(config))
+    dtype, why = resolve_dtype(config.model.dtype, world.device)
+    notes.append(f"device {world.device.type}, {world.size} rank(s), {str(dtype).removeprefix('torch.')} ({why})")
+    rewards = RewardRuntime(config.reward, folder)
+    hooks = load_hooks(config.hooks.before_rollout)
+    tokenizer = load_tokenizer(config.model)
+    if config.lora.start_adapter:
+        _, adapter_notes = start_adapter_base(config.lora.start_adapter, config.model.name_or_path)
+        notes += adapter_notes
+    if config.rollout.replay:
+        prompts, steps = check_replay(config, tokenizer)
+    else:
+        prompts = load_prompts(config, tokenizer, eos_ids=declared_eos(tokenizer, load_generation_config(config.model)))
+        if problems := rewards.check(prompts.train + prompts.eval):
+            raise Refused("rewards and data do not fit:\n" + "\n".join(problems))
+        steps = _steps(config, len(prompts.train))
+    notes += prompts.notes
+    return Checked(config, tokenizer, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The loaded models, before the engine takes hold of the policy."""
+
+    policy: Policy
+    scorer: TokenScorer
+    reference: Reference | None
+    stops: StopIds
+
+
+def load_models(checked: Checked, world: World) -> Models:
+    """Loads the weights, makes the reference, and runs the hooks for the longest prompt of all."""
+    config, tokenizer = checked.config, checked.tokenizer
+    torch.manual_seed(config.run.seed)  # new LoRA weights: the same on every rank
+    policy = load_policy(config.model, config.lora, tokenizer, checked.dtype)
+    check_embedding_rows(policy.causal, tokenizer)
+    stops = stop_ids(tokenizer, policy.generation_config)
+    checked.notes.extend(stops.notes)
+    scorer = TokenScorer(policy.causal.to(world.device), config.rollout.temperature)
+    check_head(scorer)
+    reference = None
+    if config.grpo.kl.coef or config.grpo.kl.schedule == "adaptive":
+        reference = make_reference(
+            policy,
+            config.reference.mode,
+            temperature=config.rollout.temperature,
+            device=world.device,
+            continued=bool(config.lora.start_adapter),
+        )
+    checked.notes.append(f"reference: {reference.kind if reference else 'none, since grpo.kl.coef = 0'}")
+    context = HookContext(
+        step=0,
+        policy=policy.causal,
+        reference=reference.copy.causal if reference and reference.copy else None,
+        tokenizer=tokenizer,
+        longest_prompt=max(len(prompt.ids) for prompt in checked.prompts.train + checked.prompts.eval),
+        max_new_tokens=config.rollout.max_new_tokens,
+        world_rank=world.rank,
+    )
+    checked.notes.extend(run_hooks(checked.hooks, context))
+    return Models(policy, scorer, reference, stops)
+
+
+def start_engine(checked: Checked, models: Models, world: World) -> State:
+    """Hands the policy to ZeRO and puts the run's parts together."""
+    config, causal = checked.config, models.policy.causal
+    checkpointing = config.engine.gradient_checkpointing
+    if checkpointing == "on" or (checkpointing == "auto" and world.device.type == "cuda"):
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    deepspeed_config = resolve(
+        config,
+        world.size,
+        dtype="bf16" if checked.dtype == torch.bfloat16 else "fp32",
+        hidden_size=causal.config.get_text_config(decoder=True).hidden_size,
+    )
+    engine = ZeroEngine(models.scorer, config.optim, deepspeed_config, world)
+    # Train mode is what gradient checkpointing is tied to; there is no dropout left that it could switch on.
+    engine.module.train()
+    budget = config.engine.token_budget
+    return State(
+        config=config,
+        world=world,
+        policy=models.policy,
+        engine=engine,
+        reference=models.reference,
+        decoder=Decoder(causal, checked.tokenizer, config.rollout, models.stops.ids, config.run.seed),
+        rewards=checked.rewards,
+        hooks=checked.hooks,
+        prompts=checked.prompts.train,
+        eval_prompts=checked.prompts.eval,
+        steps=checked.steps,
+        token_budget=AUTO_TOKENS[world.device.type] if budget == "auto" else budget,
+        notes=checked.notes,
+    )
+
+
+def _steps(config: RunConfig, prompts: int) -> int:
+    if prompts < config.rollout.prompts_per_step:
+        raise Refused(
+            f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, but data.source = {config.data.source} has "
+            f"{prompts} usable prompts, and a step never holds one twice. Fix: rollout.prompts_per_step = {prompts} or less."
+        )
+    return config.run.steps or math.ceil(config.run.epochs * prompts / config.rollout.prompts_per_step)

@@ -1,0 +1,44 @@
+"""Checks of ``rollout.replay``: recorded steps are there, whole, and in the policy's own vocabulary."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.batch import Prompt
+from trainer.collect import recorded_prompt
+from trainer.config import RunConfig
+from trainer.data.prompts import PromptSets
+from trainer.errors import Refused
+from trainer.models.vocabulary import Vocabulary, check_same, vocabulary_of
+from trainer.record.rollout_rows import read_rollouts
+
+
+def check_replay(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptSets, int]:
+    """Reads every step that the run will replay. Returns the recorded prompts and the number of steps."""
+    folder = Path(config.rollout.replay)
+    recorded = sorted(folder.glob("step-*.jsonl")) or sorted((folder / "rollouts").glob("step-*.jsonl"))
+    if not recorded:
+        raise Refused(f"rollout.replay = {folder}: no step-000001.jsonl there. Fix: give a run directory, or its rollouts/ folder.")
+    steps = config.run.steps or len(recorded)
+    if steps > len(recorded):
+        raise Refused(
+            f"run.steps = {steps}, but rollout.replay = {folder} holds {len(recorded)} steps. Fix: run.steps = {len(recorded)}."
+        )
+    vocabulary = recorded[0].parent / "vocabulary.json"
+    if vocabulary.is_file():
+        check_same(vocabulary_of(tokenizer), Vocabulary.load(vocabulary), f"rollout.replay = {folder}")
+    prompts: dict[int, Prompt] = {}
+    for step in range(1, steps + 1):
+        for number, row in enumerate(read_rollouts(folder, step), 1):
+            _check_ids(folder, step, number, row["prompt_ids"] + row["completion_ids"], len(tokenizer))
+            prompts[row["row"]] = recorded_prompt(row)
+    return PromptSets(train=list(prompts.values()), eval=[], notes=[f"replaying {steps} recorded steps of {folder}"]), steps
+
+
+def _check_ids(folder: Path, step: int, number: int, ids: list[int], size: int) -> None:
+    beyond = [token for token in ids if not 0 <= token < size]
+    if beyond:
+        raise Refused(
+            f"rollout.replay = {folder}: step {step}, row {number} holds token {beyond[0]}, beyond this tokenizer's {size}. "
+            "Fix: replay with the model that recorded it."
+        )

@@ -1,0 +1,108 @@
+"""The run directory: what a run leaves behind. Rank 0 alone writes here."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.errors import Refused
+from trainer.record.rollout_rows import FIELDS, rollout_file
+
+RunState = Literal["running", "done", "stopped", "lost", "preempted", "interrupted"]
+RUN_FILES = ("config.toml", "metrics.jsonl", "run_status.json")
+
+
+class RunDirectory:
+    """Writes the files of one run; each is complete or absent at any moment, or grows by whole lines."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def check(self) -> None:
+        """Refused when the directory already holds a run. Writes nothing."""
+        if self.path.exists() and not self.path.is_dir():
+            raise Refused(f"run.dir: {self.path} is a file, expected a directory. Fix: set run.dir to another path.")
+        found = [name for name in RUN_FILES if (self.path / name).exists()]
+        if found:
+            raise Refused(
+                f"run.dir: {self.path} already holds a run (found {', '.join(found)}), expected a new or empty directory. "
+                "Fix: set run.dir to another path."
+            )
+
+    def create(self) -> None:
+        """Makes the directory, after ``check``."""
+        self.check()
+        try:
+            for folder in ("rollouts", "samples"):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(
+                f"run.dir: cannot create {self.path}: {error.strerror}. Fix: set run.dir to a path you can write."
+            ) from error
+
+    def write_config(self, text: str) -> None:
+        self._replace("config.toml", text)
+
+    def write_environment(self, environment: Mapping[str, Any]) -> None:
+        self._replace("environment.json", json.dumps(environment, indent=2, ensure_ascii=False) + "\n")
+
+    def append_metrics(self, metrics: Mapping[str, float | None]) -> None:
+        """One line. None is dropped; NaN or infinity raises ValueError: a number that does not exist is absent."""
+        present = {key: value for key, value in metrics.items() if value is not None}
+        bad = {key: value for key, value in present.items() if isinstance(value, float) and not math.isfinite(value)}
+        if bad:
+            raise ValueError(f"metrics of step {present.get('step')} that are not finite: {bad}")
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(present) + "\n")
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """rollouts/step-000001.jsonl: the rows of all ranks, put into global order (group, then index)."""
+        lines = []
+        for row in sorted(rows, key=lambda row: (row["group"], row["index"])):
+            if set(row) != set(FIELDS):
+                raise ValueError(f"a rollout row holds {sorted(row)}, expected {sorted(FIELDS)}")
+            lines.append(json.dumps({name: row[name] for name in FIELDS}, ensure_ascii=False, allow_nan=False) + "\n")
+        self._replace(rollout_file(self.path, step).relative_to(self.path), "".join(lines))
+
+    def write_samples(self, step: int, text: str) -> None:
+        self._replace(Path("samples") / f"step_{step}.txt", text)
+
+    def status(
+        self,
+        state: RunState,
+        exit_code: int | None,
+        step: int,
+        reason: str,
+        *,
+        host: str,
+        rank: int,
+        pid: int,
+        run_id: str,
+    ) -> None:
+        """run_status.json, the truth about how the run stands. exit_code: None while it runs."""
+        status = {
+            "state": state,
+            "exit_code": exit_code,
+            "step": step,
+            "reason": reason,
+            "host": host,
+            "rank": rank,
+            "pid": pid,
+            "run_id": run_id,
+            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        self._replace("run_status.json", json.dumps(status, indent=2, ensure_ascii=False) + "\n")
+
+    def _replace(self, name: Path | str, text: str) -> None:
+        """Whole file or nothing: written beside and moved over, so that a reader never sees half of it."""
+        path = self.path / name
+        beside = path.with_name(f".{path.name}.tmp")
+        # A lone surrogate in the data is no UTF-8; backslashreplace writes it as \udXXX, which is JSON's own escape.
+        with beside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)

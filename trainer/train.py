@@ -1,0 +1,126 @@
+"""The loop and ``grpo_step``: the algorithm on one screen (DeepSeekMath, arXiv 2402.03300, Algorithm 1)."""
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from trainer.batch import Completion
+from trainer.checkpoint.export import export
+from trainer.collect import sample, score, set_advantages, share, trained
+from trainer.data.order import prompts_for_step
+from trainer.errors import RunEnd
+from trainer.evaluate import evaluate
+from trainer.measure import Stopwatch, measure_rollout, step_metrics
+from trainer.minibatch import make_micro_batches
+from trainer.output import Output
+from trainer.record.metrics import Sums
+from trainer.rollout.hf import Group
+from trainer.rollout.hooks import run_hooks
+from trainer.state import State
+from trainer.update import charge_kl_to_rewards, control_kl, global_count, micro_batch_loss, set_kl_coefficient, take_step
+from trainer.world import World
+
+T = TypeVar("T")
+
+
+def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list[Completion]]:
+    """One rollout and its policy updates. ``groups`` are this rank's prompts.
+
+    Returns the metrics, equal on all ranks, and this rank's completions.
+    """
+    config, world = state.config, state.world
+    sums, clock = Sums(), Stopwatch()
+    set_kl_coefficient(state)
+
+    # 1. G completions of each prompt, with the log-probs of their sampler.
+    together(world, lambda: run_hooks(state.hooks, state.hook_context(groups)))
+    with state.engine.gathered():
+        completions = together(world, lambda: sample(state, groups))
+    clock.lap("rollout")
+
+    # 2. What they are worth. A row that could not be scored is unscored, not zero.
+    together(world, lambda: score(state, completions, sums))
+    clock.lap("reward")
+
+    # 3. What the reference says of the same tokens; then advantages within each group.
+    batches = make_micro_batches(
+        trained(completions, config.grpo.mask_truncated),
+        loss_type=config.grpo.loss_type,
+        micro_batch=config.engine.micro_batch,
+        token_budget=state.token_budget,
+        pad_id=state.decoder.tokenizer.pad_token_id,
+        recorded_sampler=bool(config.rollout.replay),
+        world=world,
+    )
+    if state.reference is not None:
+        for batch in batches:
+            batch.reference = state.reference.score(state.engine, batch.rows, exact=config.grpo.kl.estimator == "exact")
+        if config.grpo.kl.placement == "reward":
+            charge_kl_to_rewards(state, batches)
+    set_advantages(state, completions)
+    clock.lap("reference")
+
+    # 4. The updates: a sum over this rank's tokens, divided once by a count over all ranks.
+    for update in range(config.grpo.updates_per_rollout):
+        count = global_count(state, batches)
+        if count == 0:
+            state.notes.append(f"step {state.step + 1}: no completion to train on, on any rank; no update")
+            break
+        for number, batch in enumerate(batches):
+            loss_sum = micro_batch_loss(state, batch, sums, first=update == 0)
+            state.engine.backward_sum(loss_sum, count, last=number == len(batches) - 1)
+        take_step(state, sums)
+        if update == 0:
+            sums.add("loss", 0.0, count if world.is_main else 0)
+    clock.lap("update")
+
+    measure_rollout(completions, sums)
+    metrics = step_metrics(world, sums, clock.seconds)
+    control_kl(state, metrics.get("kl"))
+    return metrics, completions
+
+
+def train(state: State, output: Output) -> None:
+    """All steps of a run, with the held-out evaluation before and after."""
+    config = state.config
+    evaluate_now(state, output)
+    while state.step < state.steps:
+        rows = prompts_for_step(len(state.prompts), config.rollout.prompts_per_step, state.step, config.data.seed)
+        groups = share([state.prompts[row] for row in rows], state.world)
+        metrics, completions = grpo_step(state, groups)
+        state.step += 1
+        output.step(metrics, completions)
+        if config.eval.every and state.step % config.eval.every == 0 and state.step < state.steps:
+            evaluate_now(state, output)
+    evaluate_now(state, output)
+    output.exported(export(state.policy, state.engine, state.world, output.path))
+
+
+def evaluate_now(state: State, output: Output) -> None:
+    """Mean reward on the held-out prompts, where there are any."""
+    if not state.eval_prompts:
+        return
+    with state.engine.gathered():
+        result = together(
+            state.world,
+            lambda: evaluate(
+                state.decoder,
+                lambda completions: state.notes.extend(state.rewards.score(completions, state.step).messages),
+                state.eval_prompts,
+                step=state.step,
+                generations=state.config.eval.num_generations,
+                world=state.world,
+            ),
+        )
+    output.evaluation(result)
+
+
+def together(world: World, work: Callable[[], T]) -> T:
+    """``work()`` on every rank; where it ends the run on one rank, it ends it on all, with that rank's message."""
+    result: T | None = None
+    error: RunEnd | None = None
+    try:
+        result = work()
+    except RunEnd as end:
+        error = end
+    world.agree(error)
+    return cast(T, result)

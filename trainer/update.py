@@ -1,0 +1,149 @@
+"""The second half of a step: from scored completions to moved weights."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.algorithm.kl import sampled_kl, weigh_by_ratio
+from trainer.algorithm.loss import normaliser, per_completion_sum, policy_objective
+from trainer.algorithm.schedules import adapted_coefficient, kl_coefficient, learning_rate
+from trainer.batch import TokenScores
+from trainer.errors import Stopped
+from trainer.minibatch import MicroBatch
+from trainer.models.scorer import token_scores
+from trainer.record.metrics import Sums
+from trainer.state import State
+
+
+def global_count(state: State, batches: Sequence[MicroBatch]) -> float:
+    """N of the optimizer step: counted over all ranks before anything is divided."""
+    completions = [completion for batch in batches for completion in batch.completions]
+    tokens, count = state.world.all_reduce_sum([sum(len(c.ids) for c in completions), len(completions)])
+    return normaliser(int(tokens), int(count), state.config.rollout.max_new_tokens, state.config.grpo.loss_type)
+
+
+def micro_batch_loss(state: State, batch: MicroBatch, sums: Sums, *, first: bool) -> Tensor:
+    """The summed loss of one micro-batch: policy objective plus coefficient times KL, each token by its weight."""
+    grpo = state.config.grpo
+    scores = forward(state, batch)
+    # On-policy the old policy is this one: a ratio of 1 whose gradient is not 0, and no second forward pass.
+    old_logps = scores.logps.detach() if batch.old_logps is None else batch.old_logps
+    objective = policy_objective(
+        scores.logps,
+        old_logps,
+        batch.advantages(),
+        batch.rows.completion,
+        loss_type=grpo.loss_type,
+        eps_low=grpo.eps_low,
+        eps_high=grpo.eps_high,
+        dual_clip=grpo.dual_clip,
+    )
+    loss = objective.loss
+    if batch.reference is not None and grpo.kl.placement == "loss":
+        kl = kl_of(state, batch, scores)
+        if grpo.kl.ratio_weighted:
+            kl = weigh_by_ratio(kl, objective.ratio, grpo.kl.estimator)
+        loss = loss + state.kl_coefficient * kl
+    loss_sum = (batch.weights * loss).sum()
+    if batch.completions:
+        measure_pass(state, batch, scores, objective.clipped, loss_sum, sums, first=first)
+    if state.config.grpo.updates_per_rollout > 1 and batch.old_logps is None:
+        batch.old_logps = scores.logps.detach()
+    return loss_sum
+
+
+def forward(state: State, batch: MicroBatch) -> TokenScores:
+    """The policy's scores; with the exact estimator, of the reference's hidden states too."""
+    exact = batch.reference is not None and batch.reference.hidden is not None
+    if not exact:
+        return token_scores(state.engine(batch.rows), exact=False)
+    assert batch.reference is not None and state.reference is not None
+    weight = state.reference.head_weight
+    weight = None if weight is None else weight.to(state.world.device)
+    return token_scores(state.engine(batch.rows, batch.reference.hidden, weight), exact=True)
+
+
+def kl_of(state: State, batch: MicroBatch, scores: TokenScores) -> Tensor:
+    """(N,) the configured estimate of each token, not weighted."""
+    if scores.exact_kl is not None:
+        return scores.exact_kl
+    assert batch.reference is not None
+    return sampled_kl(scores.logps, batch.reference.logps, state.config.grpo.kl.estimator)
+
+
+@torch.no_grad()
+def charge_kl_to_rewards(state: State, batches: Sequence[MicroBatch]) -> None:
+    """``placement = "reward"``: coefficient * sum of a completion's KL, by the policy before its update."""
+    for batch in batches:
+        kl = kl_of(state, batch, forward(state, batch))
+        charges = state.kl_coefficient * per_completion_sum(kl, batch.rows.completion, max(1, len(batch.completions)))
+        for completion, charge in zip(batch.completions, charges.tolist(), strict=bool(batch.completions)):
+            completion.kl_penalty = charge
+
+
+def take_step(state: State, sums: Sums) -> None:
+    """One optimizer step, or none on every rank when the gradient is not finite; K refusals in a row end the run."""
+    optim = state.config.optim
+    rate = learning_rate(
+        state.updates,
+        schedule=optim.schedule,
+        peak=optim.lr,
+        warmup=optim.warmup_steps,
+        total=state.steps * state.config.grpo.updates_per_rollout,
+    )
+    outcome = state.engine.step(rate)
+    state.updates += 1
+    state.nonfinite_in_a_row = 0 if outcome.applied else state.nonfinite_in_a_row + 1
+    sums.maximum("lr", rate)
+    if outcome.applied:
+        sums.maximum("grad_norm", outcome.grad_norm)
+        return
+    message = f"step {state.step + 1}: the gradient norm is {outcome.grad_norm} on some rank; no rank updated"
+    state.notes.append(message)
+    if state.nonfinite_in_a_row >= state.config.watch.max_nonfinite_steps:
+        raise Stopped(
+            f"{message}, for the {state.nonfinite_in_a_row}. time in a row (watch.max_nonfinite_steps). The weights are those "
+            "of the last finite step. Fix: lower optim.lr, set optim.max_grad_norm, or look at the rewards of this step."
+        )
+
+
+def set_kl_coefficient(state: State) -> None:
+    """The coefficient of the coming step, for the schedules that are functions of the step."""
+    kl = state.config.grpo.kl
+    if kl.schedule == "adaptive":
+        state.kl_coefficient = state.kl_coefficient if state.step else kl.coef
+        return
+    state.kl_coefficient = kl_coefficient(
+        state.step, schedule=kl.schedule, peak=kl.coef, start=kl.start, minimum=kl.min, warmup=kl.warmup_steps, total=state.steps
+    )
+
+
+def control_kl(state: State, measured_kl: float | None) -> None:
+    """The adaptive controller. It sees the KL over all ranks, so that every rank holds the same coefficient."""
+    kl = state.config.grpo.kl
+    if kl.schedule == "adaptive" and measured_kl is not None:
+        state.kl_coefficient = adapted_coefficient(
+            state.kl_coefficient, measured_kl, target=kl.target, horizon=kl.horizon, completions=state.config.completions_per_step
+        )
+
+
+@torch.no_grad()
+def measure_pass(
+    state: State, batch: MicroBatch, scores: TokenScores, clipped: Tensor, loss_sum: Tensor, sums: Sums, *, first: bool
+) -> None:
+    """Sums and counts of one pass, as Python floats: a tensor kept for the log would keep its graph alive."""
+    tokens = len(batch.rows.targets)
+    sums.add("clip_fraction", float(clipped.sum()), tokens)
+    if not first:
+        return
+    # Measured before the update, so that step 1 shows a KL of 0.
+    sums.add("loss", float(loss_sum), 0)
+    sums.add("entropy", float(scores.entropy.double().sum()), tokens)
+    if batch.reference is not None:
+        kl = kl_of(state, batch, scores).double()
+        sums.add("kl", float(kl.sum()), tokens)
+        sums.add("kl_square", float(kl.square().sum()), tokens)
+        sums.maximum("kl_max", float(kl.max()))
+    sampled = torch.tensor([logp for c in batch.completions for logp in c.sampling_logps], device=scores.logps.device)
+    sums.add("sampling_logp_gap", float((scores.logps - sampled).abs().double().sum()), tokens)

@@ -1,0 +1,119 @@
+"""Ranks and collectives. The only importer of torch.distributed; every collective of our own is written here, once."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import Refused, RunEnd
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among the ranks of the job. ``size`` 1 is the same code with collectives of one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: the one that writes and prints."""
+        return self.rank == 0
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over ranks, in float64 on the CPU: counts stay exact and every rank sees the same bits."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over ranks."""
+        return self._all_reduce(values, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        # A new tensor: what is reduced is detached by construction and never re-enters a graph.
+        tensor = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        if self.device.type == "cuda":
+            tensor = tensor.to(self.device)
+        dist.all_reduce(tensor, op=op)
+        return tensor.tolist()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def agree(self, error: RunEnd | None) -> None:
+        """All ranks end alike: raises the lowest rank's error on every rank, or returns on every rank.
+
+        A rank that raises alone leaves the others waiting in a collective until its time-out.
+        """
+        for report in self.gather_objects(None if error is None else (type(error), str(error))):
+            if report is not None:
+                kind, message = report
+                raise kind(message) from error
+
+
+def connect(device: str, *, timeout_seconds: float) -> World:
+    """Joins the job that a launcher described in the environment; without a launcher, a job of one rank.
+
+    ``device``: "auto" takes a CUDA card when torch can use it; "cpu" does not look for one.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if "RANK" not in os.environ:
+        # DeepSpeed reads these too. A free port, so that two runs on one machine do not meet.
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    chosen = _device(device, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds), rank=rank, world_size=size
+    )
+    return World(rank=rank, size=size, local_rank=local_rank, device=chosen)
+
+
+def disconnect() -> None:
+    """Leaves the job. Safe to call when it was never joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(device: str, local_rank: int) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise Refused(
+                f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}. "
+                "Fix: start as many processes per host as it has GPUs, or set engine.device = \"cpu\"."
+            )
+        return torch.device("cuda", local_rank)
+    if card := _nvidia_card():
+        raise Refused(
+            f"this machine has an NVIDIA card ({card}) that torch {torch.__version__} cannot use "
+            f"(built for CUDA {torch.version.cuda or 'none: a CPU build'}). "
+            "Fix: install the torch build for your CUDA driver, or set engine.device = \"cpu\" to train on the CPU."
+        )
+    return torch.device("cpu")
+
+
+def _nvidia_card() -> str:
+    """What the kernel driver says, without torch; empty when there is no card."""
+    folder = "/proc/driver/nvidia/gpus"
+    return f"{len(os.listdir(folder))} in {folder}" if os.path.isdir(folder) and os.listdir(folder) else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
