@@ -13,7 +13,8 @@ if [ "$(cat $model/made_by 2>/dev/null)" != "$made_by" ]; then
 fi
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-device=(--gpus 2 --engine.device cpu)
-if .venv/bin/python tools/usable_cuda.py; then device=(--gpus 1); fi
+# Two ranks on the CPU, unless there is a card on which torch can compute.
+ranks=(--gpus 2 --engine.device cpu)
+if .venv/bin/python -c 'import torch; torch.ones(1, device="cuda").add(1).item()' 2>/dev/null; then ranks=(--gpus 1); fi
 # exec: Ctrl-C reaches the training, which ends its ranks.
-exec .venv/bin/zero-grpo train launch/recipes/demo.toml "${device[@]}" --run.dir "runs/demo-$(date +%Y%m%d-%H%M%S)"
+exec .venv/bin/zero-grpo train launch/recipes/demo.toml "${ranks[@]}" --run.dir "runs/demo-$(date +%Y%m%d-%H%M%S)"

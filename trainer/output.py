@@ -46,7 +46,7 @@ class Output:
             return
         self.directory.create()
         self.directory.write_config(dump(self.config))
-        self.directory.write_environment(collect(hosts))
+        self.directory.write_environment(collect() | {"hosts": hosts})
         vocabulary_of(self.state.policy.tokenizer).save(self.path / "rollouts" / "vocabulary.json")
         self.state.rewards.copy_into(self.path)
         self._status("running", None, "")

@@ -11,7 +11,7 @@ from trainer.config.grpo import Reward
 from trainer.errors import Refused
 from trainer.rewards.runtime import RewardRuntime
 
-TRL_MODULE = '''
+TRL_MODULE = """
 import asyncio, re
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ class Judge:
 
 judge = Judge(scale=0.5)
 NUMBER = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -113,7 +113,14 @@ def test_what_a_function_is_handed(folder: Path) -> None:
     calls = rewards._functions[0].function.__globals__["CALLS"]
     handed = calls[0]
     assert set(handed) == {
-        "prompts", "completions", "completion_ids", "answer", "level", "log_metric", "log_extra", "trainer_state"
+        "prompts",
+        "completions",
+        "completion_ids",
+        "answer",
+        "level",
+        "log_metric",
+        "log_extra",
+        "trainer_state",
     }
     system, user = {"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2?"}
     assert handed["prompts"] == [[system, user], "2+2?"]

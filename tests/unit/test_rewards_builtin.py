@@ -91,9 +91,16 @@ def test_length_never_leaves_0_to_1() -> None:
 
 
 def test_math_verify_compares_as_mathematics() -> None:
-    texts = [r"so \boxed{\frac{2}{4}}", "The answer is 0.5", r"$x^2 + 2x + 1$", "no idea"]
-    answers = [r"\frac{1}{2}", "1/2", "$(x+1)^2$", "3"]
-    assert builtin.math_verify(texts, answer=answers) == [1.0, 1.0, 1.0, 0.0]
+    texts = [
+        r"so \boxed{\frac{2}{4}}",
+        "The answer is 0.5",
+        r"$x^2 + 2x + 1$",
+        "no idea",
+        r"\boxed{4, 3}",
+        r"\boxed{4}",
+    ]
+    answers = [r"\frac{1}{2}", "1/2", "$(x+1)^2$", "3", "3, 4", "3, 4"]
+    assert builtin.math_verify(texts, answer=answers) == [1.0, 1.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_math_verify_leaves_unscored_what_it_cannot_compare_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +169,9 @@ def test_references_that_cannot_be_used_are_found_before_the_first_rollout() -> 
     assert problem == (
         "reward 'r' (last_number) cannot score 2 rows: 1, 2; row 1: ValueError: the answer 'yes' holds no number"
     )
-    [problem] = runtime("math_verify").check(prompts("1", "?"))
-    assert "1 row: 1" in problem
+    [problem] = runtime("math_verify").check(prompts("1", "$ $"))
+    assert "cannot score 1 row: 1" in problem
+    [problem] = runtime("exact_match").check(prompts("1", " ", None))
+    assert "reads 'answer', which is missing or empty in 2 rows: 1, 2" in problem
     [problem] = runtime("reasoning_gym").check([row("", index=4, entry={"answer": "1"}, source="no_such_task").prompt])
     assert "1 row: 4" in problem and "no_such_task" in problem

@@ -30,8 +30,13 @@ def four(**columns: Any) -> list[Completion]:
     """Two groups of two; the texts are "0" .. "3"."""
     return [
         Completion(
-            group=i // 2, generation=i % 2, prompt=prompt(10 + i // 2, **columns),
-            ids=(5,), sampling_logps=(0.0,), finish="stop", text=str(i),
+            group=i // 2,
+            generation=i % 2,
+            prompt=prompt(10 + i // 2, **columns),
+            ids=(5,),
+            sampling_logps=(0.0,),
+            finish="stop",
+            text=str(i),
         )
         for i in range(4)
     ]

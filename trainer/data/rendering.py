@@ -71,20 +71,24 @@ class Renderer:
             expected = f"messages that the chat template takes: {error}"
             return Fault(field, shown(prompt), expected, "refused by the chat template")
 
+    @property
+    def bos(self) -> int | None:
+        """The bos that the tokenizer begins a text with; None where it only has one without using it (SmolLM2)."""
+        bos = self.tokenizer.bos_token_id
+        return bos if bos in self.tokenizer("")["input_ids"] else None
+
     def encode(self, texts: Sequence[str], rendered: bool) -> list[tuple[int, ...]]:
         """Token ids. No special token is added, since a rendered template is complete and no prompt may end in eos;
-        but raw text gets the tokenizer's bos where it adds one by default and the text does not begin with it.
+        but raw text gets the tokenizer's bos, unless it begins with it already.
         """
         # verbose: the tokenizer's own remark on long texts is about its model_max_length, which limits nothing here.
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        bos = self.tokenizer.bos_token_id
-        if rendered or bos not in self.tokenizer("")["input_ids"]:
-            return [tuple(ids) for ids in encoded]
-        return [tuple(ids) if ids[:1] == [bos] else (bos, *ids) for ids in encoded]
+        bos = None if rendered else self.bos
+        return [tuple(ids) if bos is None or ids[:1] == [bos] else (bos, *ids) for ids in encoded]
 
     def cut(self, ids: tuple[int, ...], limit: int) -> tuple[int, ...]:
         """The last `limit` tokens, generation prompt included; a leading bos stays."""
-        if limit > 1 and ids[0] == self.tokenizer.bos_token_id:
+        if limit > 1 and ids[0] == self.bos:
             return (ids[0], *ids[len(ids) - limit + 1 :])
         return ids[len(ids) - limit :]
 
@@ -114,8 +118,8 @@ def choose_renderer(data: Data, tokenizer: PreTrainedTokenizerBase, eos_ids: Col
         why = f"a chat model: {end} ends a turn of its template and is an end token it declares"
         return Renderer(data, tokenizer, turns, strings=True, why=why)
     names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(declared))) or "none"
-    why = f'a base model: its template ends a turn with {end}, its end token is {names}; data.chat_template = "on" renders'
-    return Renderer(data, tokenizer, turns, strings=False, why=why)
+    why = f"a base model: its template ends a turn with {end}, but its end token is {names}"
+    return Renderer(data, tokenizer, turns, strings=False, why=f'{why}; data.chat_template = "on" would render')
 
 
 def has_system(messages: Messages) -> bool:

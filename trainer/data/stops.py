@@ -46,8 +46,8 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCo
     end_id = turns.end_id if turns is not None else None
     if turns is not None and end_id is None:
         notes.append(
-            f"the chat template ends a turn with {turns.end or 'nothing'}, no special token of the tokenizer: answers to "
-            "rendered prompts may run on to rollout.max_new_tokens; rollout.stop can name a string that ends them"
+            f"the chat template ends a turn with {turns.end or 'nothing'}, no special token of the tokenizer: answers "
+            "to rendered prompts may run on to rollout.max_new_tokens; rollout.stop can name a string that ends them"
         )
     elif end_id is not None and end_id not in ids:
         notes.append(

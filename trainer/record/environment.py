@@ -41,14 +41,14 @@ RECORDED_VARIABLES = (
 )
 
 
-def collect(hosts: list[str] | None = None) -> dict[str, Any]:
-    """A JSON-safe description. hosts: one name a rank, gathered by the caller; this host alone when not given."""
+def collect() -> dict[str, Any]:
+    """A JSON-safe description of this process's surroundings; the caller gathers those of the other hosts."""
     return {
         "python": sys.version.split()[0],
         "packages": {name: installed_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "git": git_state(Path.cwd()),
-        "hosts": hosts or [socket.gethostname()],
+        "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

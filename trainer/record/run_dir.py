@@ -28,12 +28,12 @@ class RunDirectory:
         found = [name for name in RUN_FILES if (self.path / name).exists()]
         if found:
             raise Refused(
-                f"run.dir: {self.path} already holds a run (found {', '.join(found)}), expected a new or empty directory. "
+                f"run.dir: {self.path} already holds a run (found {', '.join(found)}), expected a new directory. "
                 "Fix: set run.dir to another path."
             )
 
     def create(self) -> None:
-        """Makes the directory, after ``check``."""
+        """Checks, then makes the directory with its folders."""
         self.check()
         try:
             for folder in ("rollouts", "samples"):

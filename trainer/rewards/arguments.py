@@ -1,12 +1,12 @@
 """What a reward function is handed: TRL's keyword arguments, and nothing that its signature does not take.
 
-    prompts         one per completion: a string, or the list of messages where the row's prompt is a chat
-    completions     strings, or [{"role": "assistant", "content": text}] where the prompt is a chat
-    completion_ids  lists of the sampled token ids, end token included
-    <column>        every other column of the data, one value per completion
-    log_metric      log_metric(name, value): one number, averaged over the ranks
-    log_extra       log_extra(column, values): one value per completion, kept with the rollouts
-    trainer_state   .global_step, the rollout steps done so far, and .max_steps
+prompts         one per completion: a string, or the list of messages where the row's prompt is a chat
+completions     strings, or [{"role": "assistant", "content": text}] where the prompt is a chat
+completion_ids  lists of the sampled token ids, end token included
+<column>        every other column of the data, one value per completion
+log_metric      log_metric(name, value): one number, averaged over the ranks
+log_extra       log_extra(column, values): one value per completion, kept with the rollouts
+trainer_state   .global_step, the rollout steps done so far, and .max_steps
 """
 
 import inspect

@@ -99,7 +99,8 @@ def length(completion_ids: list[list[int]], *, target: int = 0, limit: int = 0) 
 def math_verify(completions: list[Any], answer: list[Any]) -> list[float | None]:
     """1 where the completion's final expression equals the answer as mathematics (LaTeX or plain), by math-verify.
 
-    None where comparing takes longer than 5 s. ValueError where an answer is no mathematics.
+    An answer without $ is read as one expression, whole: "3, 4" is both numbers, not the last. None where comparing
+    takes longer than 5 s.
 
     >>> math_verify(["Thus $x = \\\\boxed{0.5}$", "2"], answer=["\\\\frac{1}{2}", "3"])
     [1.0, 0.0]
@@ -109,9 +110,9 @@ def math_verify(completions: list[Any], answer: list[Any]) -> list[float | None]
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; ours is on
 
     def equal(text: str, row_answer: str) -> float:
-        gold = parse(row_answer, parsing_timeout=None) or parse(f"${row_answer}$", parsing_timeout=None)
+        gold = parse(row_answer if "$" in row_answer else f"${row_answer}$", parsing_timeout=None)
         if not gold:
-            raise ValueError(f"math-verify reads no mathematics in the answer {row_answer!r:.80}")
+            raise ValueError(f"math-verify reads nothing in the answer {row_answer!r:.80}")
         return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
 
     scores: list[float | None] = []
