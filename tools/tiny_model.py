@@ -24,9 +24,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-RIGHT_STEPS_MOST, RIGHT_LOSS, SLIP_STEPS = 2000, 0.04, 150
+RIGHT_STEPS_MOST, RIGHT_LOSS, SLIP_STEPS = 1500, 0.04, 120
 BATCH = 64
-LR, WARMUP_STEPS = 3e-3, 50
+LR, WARMUP_STEPS = 2e-3, 50
 HELDOUT = 512
 VOCABULARY, POSITIONS = 512, 256
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -96,6 +96,7 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=POSITIONS,
+        initializer_range=0.08,  # at this width the usual 0.02 learns the carry half as fast
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

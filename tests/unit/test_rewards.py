@@ -1,5 +1,7 @@
 """Rewards: what functions are handed, what becomes of what they return, and how they are found."""
 
+import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,12 @@ class Judge:
 judge = Judge(scale=0.5)
 NUMBER = 3
 """
+
+
+@pytest.fixture(autouse=True)
+def search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test its own, or a module is found beside the run file of an earlier test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture
@@ -208,14 +216,23 @@ def test_reward_files_are_kept_with_the_run(folder: Path, tmp_path: Path) -> Non
     assert (run_dir / "rewards" / "rewards.py").read_text() == TRL_MODULE
 
 
-def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
-    (tmp_path / "scales_of_mine.py").write_text("SCALE = 2.0")
-    (tmp_path / "rewards.py").write_text(
+def test_a_file_may_import_its_neighbours_and_shadows_no_module(tmp_path: Path) -> None:
+    (tmp_path / "judges").mkdir()
+    (tmp_path / "judges" / "scales_of_mine.py").write_text("SCALE = 2.0")
+    (tmp_path / "judges" / "random.py").write_text(
         "from scales_of_mine import SCALE\ndef f(completions):\n    return [SCALE] * len(completions)"
     )
     rows = [row("a")]
-    runtime(tmp_path, "f").score(rows, 0)
+    RewardRuntime([Reward(name="r", kind="python", function="judges/random.py:f")], tmp_path).score(rows, 0)
     assert rows[0].reward == 2.0
+    assert sys.modules["random"] is random
+
+
+def test_a_module_may_lie_beside_the_run_file(tmp_path: Path) -> None:
+    (tmp_path / "module_of_mine.py").write_text("def f(completions):\n    return [3.0] * len(completions)")
+    rows = [row("a")]
+    RewardRuntime([Reward(name="r", kind="python", function="module_of_mine:f")], tmp_path).score(rows, 0)
+    assert rows[0].reward == 3.0
 
 
 @pytest.mark.parametrize(

@@ -392,6 +392,14 @@ def test_b88_scaling_that_the_built_model_ignores_is_refused() -> None:
         check_built(learned, "policy")
 
 
+def test_b88_a_lost_attention_factor_is_refused() -> None:
+    model = qwen2({"rope_type": "yarn", "factor": 4.0})
+    check_built(model, "policy")
+    model.model.rotary_emb.attention_scaling = 1.0
+    with pytest.raises(Refused, match=r"config: .* attention factor 1\.13863\n  built: .* attention factor 1\n"):
+        check_built(model, "policy")
+
+
 def test_b88_frequencies_rounded_by_a_cast_are_refused() -> None:
     check_built(qwen2(), "policy")
     with pytest.raises(Refused, match=r"rounded to torch\.bfloat16"):

@@ -23,14 +23,18 @@ def sampled_is_not_scored(config: RunConfig) -> Iterator[str]:
     ]
     if changed:
         yield (
-            f"{', '.join(changed)}: completions are sampled from another distribution than the one that is scored and trained, "
-            "so importance ratios and KL are biased. The defaults (top_p 1, top_k 0, min_p 0, repetition_penalty 1) sample what is scored."
+            f"{', '.join(changed)}: completions are sampled from another distribution than the one that is scored and"
+            " trained, so importance ratios and KL are biased. The defaults (top_p 1, top_k 0, min_p 0,"
+            " repetition_penalty 1) sample what is scored."
         )
 
 
 def dropout(config: RunConfig) -> Iterator[str]:
     if config.lora.dropout:
-        yield f"lora.dropout = {config.lora.dropout:g}: with dropout in training, the ratio to the sampled log-probs is noise around 1 from the first update on."
+        yield (
+            f"lora.dropout = {config.lora.dropout:g}: with dropout in training, the ratio to the sampled log-probs is"
+            " noise around 1 from the first update on."
+        )
 
 
 def learning_rate(config: RunConfig) -> Iterator[str]:
@@ -38,40 +42,63 @@ def learning_rate(config: RunConfig) -> Iterator[str]:
     limit, what = (HIGH_LR_LORA, "LoRA") if config.is_lora else (HIGH_LR_FULL, "full fine-tuning (lora.r = 0)")
     if config.optim.name != "sgd" and lr > limit:
         usual = 2e-5 if config.is_lora else 1e-6
-        yield f"optim.lr = {lr:g} is high for {what}: above {limit:g} runs tend to collapse. {usual:g} is a common start."
+        yield (
+            f"optim.lr = {lr:g} is high for {what}: above {limit:g} runs tend to collapse. {usual:g} is a common start."
+        )
     if kl > 0.1 and lr > 1e-5:
-        yield f"grpo.kl.coef = {kl:g} with optim.lr = {lr:g}: a strong pull to the reference and a high rate make the policy swing around it. Lower one of them."
+        yield (
+            f"grpo.kl.coef = {kl:g} with optim.lr = {lr:g}: a strong pull to the reference and a high rate make the"
+            " policy swing around it. Lower one of them."
+        )
 
 
 def warmup(config: RunConfig) -> Iterator[str]:
     updates = config.run.steps * config.grpo.updates_per_rollout
     if updates and config.optim.schedule == "constant" and config.optim.warmup_steps >= updates:
-        yield f"optim.warmup_steps = {config.optim.warmup_steps} with {updates} updates in all: the run ends before optim.lr is reached."
+        yield (
+            f"optim.warmup_steps = {config.optim.warmup_steps} with {updates} updates in all: the run ends before"
+            " optim.lr is reached."
+        )
     kl = config.grpo.kl
     if kl.schedule == "warmup_constant" and config.run.steps and kl.warmup_steps >= config.run.steps:
-        yield f"grpo.kl.warmup_steps = {kl.warmup_steps} with run.steps = {config.run.steps}: the run ends before grpo.kl.coef is reached."
+        yield (
+            f"grpo.kl.warmup_steps = {kl.warmup_steps} with run.steps = {config.run.steps}: the run ends before"
+            " grpo.kl.coef is reached."
+        )
 
 
 def masked_truncation(config: RunConfig) -> Iterator[str]:
     if config.grpo.mask_truncated:
-        yield "grpo.mask_truncated = true: a completion that is cut off teaches nothing, not even to be shorter. Watch truncated_fraction."
+        yield (
+            "grpo.mask_truncated = true: a completion that is cut off teaches nothing, not even to be shorter. Watch"
+            " truncated_fraction."
+        )
 
 
 def kl_in_reward(config: RunConfig) -> Iterator[str]:
     kl = config.grpo.kl
     if kl.coef and kl.placement == "reward" and kl.estimator != "k1":
-        yield f'grpo.kl.placement = "reward" with grpo.kl.estimator = "{kl.estimator}": only "k1" gives an unbiased gradient of the KL there.'
+        yield (
+            f'grpo.kl.placement = "reward" with grpo.kl.estimator = "{kl.estimator}": only "k1" gives an unbiased'
+            " gradient of the KL there."
+        )
 
 
 def sequence_clip(config: RunConfig) -> Iterator[str]:
     grpo = config.grpo
     if grpo.loss_type == "gspo" and grpo.updates_per_rollout > 1 and grpo.eps_high >= 0.01:
-        yield f'grpo.eps_high = {grpo.eps_high:g} with grpo.loss_type = "gspo": a sequence ratio moves by thousandths, so nothing is ever clipped. The paper uses eps_low = 3e-4, eps_high = 4e-4.'
+        yield (
+            f'grpo.eps_high = {grpo.eps_high:g} with grpo.loss_type = "gspo": a sequence ratio moves by thousandths, so'
+            " nothing is ever clipped. The paper uses eps_low = 3e-4, eps_high = 4e-4."
+        )
 
 
 def accumulation_precision(config: RunConfig) -> Iterator[str]:
     if config.model.dtype == "bf16" and config.engine.deepspeed == "zero0":
-        yield 'engine.deepspeed = "zero0" with model.dtype = "bf16": ZeRO-0 sums gradients in bf16 and loses small ones. "zero1" sums in fp32.'
+        yield (
+            'engine.deepspeed = "zero0" with model.dtype = "bf16": ZeRO-0 sums gradients in bf16 and loses small ones.'
+            ' "zero1" sums in fp32.'
+        )
 
 
 ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (

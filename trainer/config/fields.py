@@ -39,7 +39,9 @@ def field_at(path: Sequence[str | int]) -> FieldInfo | None:
     return field
 
 
-def keys(section: type[Section] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+def keys(
+    section: type[Section] = RunConfig, prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
     """Every key with its field, tables before what they hold."""
     for name, field in section.model_fields.items():
         path = (*prefix, name)

@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 def describe(section: str = "") -> str:
-    """Every key, those of one table (`grpo`, `grpo.kl`), or one key (`optim.lr`). Raises `Refused` for any other name."""
+    """Every key, those of one table (`grpo.kl`), or one key (`optim.lr`). Raises `Refused` for any other name."""
     wanted = section.strip("[]").replace("-", "_")
     chosen = [(path, field) for path, field in keys() if not wanted or f"{'.'.join(path)}.".startswith(f"{wanted}.")]
     if not chosen:

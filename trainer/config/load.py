@@ -6,7 +6,7 @@ from typing import Any
 from trainer.config import overrides, secrets, source
 from trainer.config.fields import Path
 from trainer.config.mistakes import mistakes
-from trainer.config.problems import Problem, dotted, refuse
+from trainer.config.problems import Problem, refuse
 from trainer.config.rules import broken
 from trainer.config.schema import RunConfig
 from trainer.errors import Refused

@@ -79,12 +79,16 @@ def _text(path: Path, detail: Any, got: Any, rewards: tuple[str, ...]) -> str:
         return _unknown(path, label, got)
     field = field_at(path)
     assert field is not None, f"pydantic names {path}, which is not in the model"
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and len(detail["loc"]) == len(path):
         return f"{label} is missing. {field.description}"
     section = section_of(field.annotation)
     if section is not None:
         return f"{label} = {literal(got)}: {_table(path, section, got)}"
-    wanted = f"text of the form {detail['ctx']['pattern']}" if detail["type"] == "string_pattern_mismatch" else _wanted(field)
+    wanted = (
+        f"text of the form {detail['ctx']['pattern']}"
+        if detail["type"] == "string_pattern_mismatch"
+        else _wanted(field)
+    )
     return f"{label} = {literal(got)}: expected {wanted}.{_hint('.'.join(str(part) for part in path), field, got)}"
 
 

@@ -55,7 +55,9 @@ PEERS: dict[str, str] = {
     "output_dir": "run.dir",
     "max_steps": "run.steps",
     "num_train_epochs": "run.epochs",
-    "per_device_train_batch_size": "engine.micro_batch; the batch itself is rollout.prompts_per_step x rollout.num_generations",
+    "per_device_train_batch_size": (
+        "engine.micro_batch; the batch itself is rollout.prompts_per_step x rollout.num_generations"
+    ),
     "learning_rate": "optim.lr",
     "lr_scheduler_type": "optim.schedule",
     "adam_beta1": "optim.betas",
@@ -214,10 +216,16 @@ PEERS: dict[str, str] = {
 
 # Theirs, with nothing of the kind here, and why.
 ABSENT: dict[str, str] = {
-    "gradient_accumulation_steps": "it follows from the batch: rollout.prompts_per_step x rollout.num_generations is one update, "
-    "engine.micro_batch or engine.token_budget only says how much of it is in memory at a time",
-    "train_batch_size": "an update is over the whole rollout: rollout.prompts_per_step x rollout.num_generations completions",
-    "global_batch_size": "an update is over the whole rollout: rollout.prompts_per_step x rollout.num_generations completions",
+    "gradient_accumulation_steps": (
+        "it follows from the batch: rollout.prompts_per_step x rollout.num_generations is one update, "
+        "engine.micro_batch or engine.token_budget only says how much of it is in memory at a time"
+    ),
+    "train_batch_size": (
+        "an update is over the whole rollout: rollout.prompts_per_step x rollout.num_generations completions"
+    ),
+    "global_batch_size": (
+        "an update is over the whole rollout: rollout.prompts_per_step x rollout.num_generations completions"
+    ),
     "steps_per_generation": "an update is over the whole rollout; grpo.updates_per_rollout repeats it",
     "load_in_8bit": "weights are 4-bit (quant.bits) or not quantised",
     "sync_ref_model": "the reference is the model that training starts from",
@@ -238,13 +246,13 @@ ABSENT: dict[str, str] = {
 
 # Values under other names, by our key.
 VALUES: dict[str, dict[str, str]] = {
-    "grpo.kl.estimator": {"low_var_kl": "k3", "low_var_kl+": "k3", "kl": "k1", "mse": "k2", "full": "exact", "schulman": "k3"},
+    "grpo.kl.estimator": {"low_var_kl": "k3", "low_var_kl+": "k3", "kl": "k1", "mse": "k2", "full": "exact"},
     "grpo.loss_type": {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "bnpo": "dapo", "drgrpo": "dr_grpo"},
     "grpo.baseline": {"rloo": "leave_one_out", "grpo": "mean", "loo": "leave_one_out"},
     "grpo.scale_rewards": {"std": "group"},
     "model.dtype": {"bfloat16": "bf16", "float32": "fp32", "float16": "bf16", "torch.bfloat16": "bf16", "half": "bf16"},
-    "model.attn": {"flash_attention": "flash_attention_2", "flash_attn": "flash_attention_2", "fa2": "flash_attention_2"},
-    "optim.name": {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw8bit", "adamw_8bit": "adamw8bit"},
+    "model.attn": {"flash_attention": "flash_attention_2", "fa2": "flash_attention_2"},
+    "optim.name": {"adam": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw8bit"},
     "optim.schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
     "grpo.kl.schedule": {"fixed": "constant"},
     "data.overlong": {"left": "truncate_left", "filter": "drop"},

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from trainer.config import secrets
 from trainer.config.fields import Path, field_at
 
 
@@ -31,7 +32,9 @@ def split(arguments: Sequence[str], wrong: list[str]) -> list[tuple[str, str]]:
     while rest:
         flag, equals, text = rest.pop(0).partition("=")
         if not flag.startswith("--") or len(flag) < 3:
-            wrong.append(f"{flag + equals + text} is not an override: those are written --section.key value.")
+            argument = flag + equals + text
+            shown = "an argument that looks like a secret" if secrets.is_secret(argument) else argument
+            wrong.append(f"{shown} is not an override: those are written --section.key value.")
         elif equals:
             found.append((flag, text))
         elif not rest or rest[0].startswith("--"):

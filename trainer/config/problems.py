@@ -15,7 +15,7 @@ class Problem(NamedTuple):
 
 
 def dotted(path: Path, rewards: tuple[str, ...] = ()) -> str:
-    """A path as it is written in overrides: `grpo.kl.coef`, `reward.accuracy.weight` (the index where a reward has no name)."""
+    """A path as overrides write it: `grpo.kl.coef`, `reward.accuracy.weight` (the index for a reward without name)."""
     parts = [str(part) for part in path]
     if len(path) > 1 and path[0] == "reward" and isinstance(path[1], int) and path[1] < len(rewards):
         parts[1] = rewards[path[1]] or parts[1]

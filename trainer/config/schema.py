@@ -32,11 +32,15 @@ class RunConfig(Section):
     quant: Quant = Field(default_factory=Quant, description="Quantised base weights under the adapters.")
     data: Data = Field(default_factory=Data, description="The prompts.")
     rollout: Rollout = Field(default_factory=Rollout, description="How completions are sampled.")
-    reward: Annotated[tuple[Reward, ...], Strict(False)] = Field((), description="What a completion is worth: one [[reward]] table each, summed by weight.")
+    reward: Annotated[tuple[Reward, ...], Strict(False)] = Field(
+        default=(), description="What a completion is worth: one [[reward]] table each, summed by weight."
+    )
     grpo: Grpo = Field(default_factory=Grpo, description="Advantage and policy loss.")
     optim: Optim = Field(default_factory=Optim, description="The optimizer and its learning rate.")
     engine: Engine = Field(default_factory=Engine, description="How the update is spread over ranks and memory.")
-    reference: Reference = Field(default_factory=Reference, description="The frozen model that the KL term compares with.")
+    reference: Reference = Field(
+        default_factory=Reference, description="The frozen model that the KL term compares with."
+    )
     watch: Watch = Field(default_factory=Watch, description="Guards of a running job.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="What a run can be resumed from.")
     eval: Eval = Field(default_factory=Eval, description="Evaluation during a run.")

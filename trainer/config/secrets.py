@@ -15,7 +15,10 @@ _VALUES = re.compile(
     r"\b(sk-[\w-]{8,}|hf_[A-Za-z0-9]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|xox[abp]-[\w-]{10,})"
     r"|\bBearer\s+\S{8,}|://[^/\s:@]+:[^/\s:@]+@"
 )
-_FIX = "Keep it in an environment variable and out of the file; a [[reward]] names the variable: key_env = \"OPENAI_API_KEY\"."
+_FIX = (
+    "Keep it in an environment variable and out of the file; a [[reward]] names the variable: key_env ="
+    ' "OPENAI_API_KEY".'
+)
 
 
 def is_secret(text: str) -> bool:

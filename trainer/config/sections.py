@@ -8,143 +8,242 @@ from trainer.config.section import SEED_MAX, Section, Texts
 
 
 class Run(Section):
-    dir: str = Field("", description="Directory that the run writes. Needed by `train`; no default, so that no run lands in another's.")
-    seed: int = Field(0, ge=0, le=SEED_MAX, description="Seed of sampling and of new LoRA weights. Fixed, so that a run can be repeated.")
-    steps: int = Field(0, ge=0, description="Rollout steps to train. Give either this or run.epochs.")
-    epochs: float = Field(0.0, ge=0, description="Passes over the prompts, may be a fraction. Give either this or run.steps.")
+    dir: str = Field(
+        default="",
+        description="Directory that the run writes. Needed by `train`; no default, so that no run lands in another's.",
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=SEED_MAX,
+        description="Seed of sampling and of new LoRA weights. Fixed, so that a run can be repeated.",
+    )
+    steps: int = Field(default=0, ge=0, description="Rollout steps to train. Give either this or run.epochs.")
+    epochs: float = Field(
+        default=0.0, ge=0, description="Passes over the prompts, may be a fraction. Give either this or run.steps."
+    )
 
 
 class Rope(Section):
     type: Literal["", "linear", "dynamic", "yarn"] = Field(
-        "", description='RoPE scaling asked for. "" leaves what the checkpoint has: scaling costs quality on short texts.'
+        default="",
+        description='RoPE scaling asked for. "" leaves what the checkpoint has: scaling costs quality on short texts.',
     )
-    factor: float = Field(0.0, ge=0, description="Scaling factor, at least 1. 0: none asked.")
+    factor: float = Field(default=0.0, ge=0, description="Scaling factor, at least 1. 0: none asked.")
     original_max_position_embeddings: int = Field(
-        0, ge=0, description="Tokens of the window before yarn scaling. 0: the checkpoint's max_position_embeddings."
+        default=0,
+        ge=0,
+        description="Tokens of the window before yarn scaling. 0: the checkpoint's max_position_embeddings.",
     )
 
 
 class Model(Section):
     name_or_path: str = Field(min_length=1, description="Folder of a checkpoint, or a name on the Hugging Face hub.")
-    revision: str = Field("", description='Branch, tag or commit on the hub. "": the main branch; pin it to repeat a run.')
+    revision: str = Field(
+        default="", description='Branch, tag or commit on the hub. "": the main branch; pin it to repeat a run.'
+    )
     dtype: Literal["auto", "bf16", "fp32", "fp16"] = Field(
-        "auto", description='Precision of the forward and backward pass. "auto": bf16 on a GPU, fp32 on a CPU. fp16 is refused.'
+        default="auto",
+        description=(
+            'Precision of the forward and backward pass. "auto": bf16 on a GPU, fp32 on a CPU. fp16 is refused.'
+        ),
     )
     attn: Literal["sdpa", "eager", "flash_attention_2"] = Field(
-        "sdpa", description="Attention of the model. sdpa ships with torch and needs no extra package."
+        default="sdpa", description="Attention of the model. sdpa ships with torch and needs no extra package."
     )
-    trust_remote_code: bool = Field(False, description="Run Python code that a checkpoint brings. Off: it is someone else's code.")
-    gguf_file: str = Field("", description="GGUF file inside name_or_path, read as full-precision weights.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that a checkpoint brings. Off: it is someone else's code."
+    )
+    gguf_file: str = Field(default="", description="GGUF file inside name_or_path, read as full-precision weights.")
     rope: Rope = Field(default_factory=Rope, description="RoPE scaling, applied alike to policy and reference.")
 
 
 class Lora(Section):
-    r: int = Field(16, ge=0, description="Rank. 0: full fine-tuning. 16 fits a 1.5B model on a 24 GB card.")
-    alpha: float = Field(32.0, gt=0, description="Scale of the update is alpha / r. 32: twice the rank, the common choice.")
+    r: int = Field(default=16, ge=0, description="Rank. 0: full fine-tuning. 16 fits a 1.5B model on a 24 GB card.")
+    alpha: float = Field(
+        default=32.0, gt=0, description="Scale of the update is alpha / r. 32: twice the rank, the common choice."
+    )
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="Dropout on the adapter's input. 0: with dropout, scored and sampled log-probs differ."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Dropout on the adapter's input. 0: with dropout, scored and sampled log-probs differ.",
     )
     targets: Texts = Field(
-        ("all-linear",), min_length=1, description='Names of the modules that get an adapter. "all-linear": every linear layer but the head.'
+        default=("all-linear",),
+        min_length=1,
+        description='Names of the modules that get an adapter. "all-linear": every linear layer but the head.',
     )
-    start_adapter: str = Field("", description="Folder of a PEFT adapter to start from. \"\": a new one.")
+    start_adapter: str = Field(default="", description='Folder of a PEFT adapter to start from. "": a new one.')
 
 
 class Quant(Section):
-    bits: Literal[0, 4] = Field(0, description="Bits of the frozen base weights (bitsandbytes). 0: not quantised.")
-    type: Literal["nf4"] = Field("nf4", description="4-bit data type; nf4 suits normally distributed weights.")
-    double_quant: bool = Field(True, description="Quantise the scales too: 0.4 bit a weight less.")
+    bits: Literal[0, 4] = Field(
+        default=0, description="Bits of the frozen base weights (bitsandbytes). 0: not quantised."
+    )
+    type: Literal["nf4"] = Field(default="nf4", description="4-bit data type; nf4 suits normally distributed weights.")
+    double_quant: bool = Field(default=True, description="Quantise the scales too: 0.4 bit a weight less.")
 
 
 class Data(Section):
-    source: str = Field("", description="Prompts: a .jsonl, .json, .csv or .parquet file, a folder, or a data set on the hub. Needed unless rollout.replay is given.")
-    config: str = Field("", description='Configuration of a hub data set, for example "main".')
-    split: str = Field("train", min_length=1, description="Split to train on.")
-    eval_source: str = Field("", description='Prompts of the evaluation. "": data.source, when eval_split or eval_fraction is given.')
-    eval_split: str = Field("", description="Split to evaluate on.")
-    eval_fraction: float = Field(0.0, ge=0, lt=1, description="Share of the prompts held out for evaluation, drawn with data.seed.")
-    prompt_column: str = Field("", description='Column of the prompt: a string or a list of messages. "": "prompt".')
-    answer_column: str = Field("", description='Column of the right answer, given to rewards as `answer`. "": "answer", where there is one.')
-    system: str = Field("", description='System message put before each prompt. "": none added.')
+    source: str = Field(
+        default="",
+        description=(
+            "Prompts: a .jsonl, .json, .csv or .parquet file, a folder, or a data set on the hub. Needed unless"
+            " rollout.replay is given."
+        ),
+    )
+    config: str = Field(default="", description='Configuration of a hub data set, for example "main".')
+    split: str = Field(default="train", min_length=1, description="Split to train on.")
+    eval_source: str = Field(
+        default="", description='Prompts of the evaluation. "": data.source, when eval_split or eval_fraction is given.'
+    )
+    eval_split: str = Field(default="", description="Split to evaluate on.")
+    eval_fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the prompts held out for evaluation, drawn with data.seed."
+    )
+    prompt_column: str = Field(
+        default="", description='Column of the prompt: a string or a list of messages. "": "prompt".'
+    )
+    answer_column: str = Field(
+        default="",
+        description='Column of the right answer, given to rewards as `answer`. "": "answer", where there is one.',
+    )
+    system: str = Field(default="", description='System message put before each prompt. "": none added.')
     chat_template: Literal["auto", "on", "off"] = Field(
-        "auto", description='Render prompts with the tokenizer\'s chat template. "auto": when it has one.'
+        default="auto", description='Render prompts with the tokenizer\'s chat template. "auto": when it has one.'
     )
     chat_template_kwargs: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Further arguments of the chat template, for example {enable_thinking = false}."
+        default_factory=dict,
+        description="Further arguments of the chat template, for example {enable_thinking = false}.",
     )
-    max_prompt_tokens: int = Field(512, ge=1, description="Longest prompt, template included (tokens). 128 cuts most real prompts.")
+    max_prompt_tokens: int = Field(
+        default=512, ge=1, description="Longest prompt, template included (tokens). 128 cuts most real prompts."
+    )
     overlong: Literal["error", "drop", "truncate_left"] = Field(
-        "error", description="What happens to a longer prompt. error: nothing is left out unasked."
+        default="error", description="What happens to a longer prompt. error: nothing is left out unasked."
     )
-    bad_rows: Literal["error", "skip"] = Field("error", description="What happens to a row that cannot be read. error: nothing is left out unasked.")
-    seed: int = Field(0, ge=0, le=SEED_MAX, description="Seed of the order of the prompts and of eval_fraction.")
+    bad_rows: Literal["error", "skip"] = Field(
+        default="error", description="What happens to a row that cannot be read. error: nothing is left out unasked."
+    )
+    seed: int = Field(
+        default=0, ge=0, le=SEED_MAX, description="Seed of the order of the prompts and of eval_fraction."
+    )
 
 
 class Optim(Section):
-    name: Literal["adamw", "adamw8bit", "sgd"] = Field("adamw", description="Optimizer. adamw; DeepSpeed's CPU Adam where it is offloaded.")
-    lr: float = Field(2e-5, gt=0, description="Peak learning rate. 2e-5 suits LoRA; full fine-tuning takes about 1e-6.")
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = Field(
-        (0.9, 0.999), description="Decay of AdamW's two moments."
+    name: Literal["adamw", "adamw8bit", "sgd"] = Field(
+        default="adamw", description="Optimizer. adamw; DeepSpeed's CPU Adam where it is offloaded."
     )
-    eps: float = Field(1e-8, gt=0, description="AdamW's denominator term.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay. 0: it moves weights even where no advantage does.")
+    lr: float = Field(
+        default=2e-5, gt=0, description="Peak learning rate. 2e-5 suits LoRA; full fine-tuning takes about 1e-6."
+    )
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
+        Field(default=(0.9, 0.999), description="Decay of AdamW's two moments.")
+    )
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's denominator term.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Decoupled weight decay. 0: it moves weights even where no advantage does."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after the warm-up. constant: such a run can be extended."
+        default="constant", description="Learning rate after the warm-up. constant: such a run can be extended."
     )
-    warmup_steps: int = Field(10, ge=0, description="Optimizer steps of linear warm-up. 10: Adam's second moment is noise at first.")
-    max_grad_norm: float = Field(1.0, ge=0, description="Clip the gradient to this norm. 0: off.")
+    warmup_steps: int = Field(
+        default=10, ge=0, description="Optimizer steps of linear warm-up. 10: Adam's second moment is noise at first."
+    )
+    max_grad_norm: float = Field(default=1.0, ge=0, description="Clip the gradient to this norm. 0: off.")
 
 
 class Engine(Section):
     deepspeed: str = Field(
-        "zero2", min_length=1,
-        description='ZeRO configuration: "zero0" .. "zero3", "zero2-offload", "zero3-offload", or the path of a DeepSpeed .json. '
-        "zero2: shards gradients and optimizer at no extra communication.",
+        default="zero2",
+        min_length=1,
+        description=(
+            'ZeRO configuration: "zero0" .. "zero3", "zero2-offload", "zero3-offload", or the path of a DeepSpeed'
+            " .json. zero2: shards gradients and optimizer at no extra communication."
+        ),
     )
-    device: Literal["auto", "cpu"] = Field("auto", description='"auto": the GPU where there is one.')
-    micro_batch: int = Field(0, ge=0, description="Completions in one forward and backward pass of a rank. 0: by token_budget. Changes memory and speed, never the update.")
+    device: Literal["auto", "cpu"] = Field(default="auto", description='"auto": the GPU where there is one.')
+    micro_batch: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "Completions in one forward and backward pass of a rank. 0: by token_budget. Changes memory and speed,"
+            " never the update."
+        ),
+    )
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description='Tokens in one forward and backward pass of a rank. "auto": from the free memory. Changes memory and speed, never the update.'
+        default="auto",
+        description=(
+            'Tokens in one forward and backward pass of a rank. "auto": a value that suits the device. Changes memory'
+            " and speed, never the update."
+        ),
     )
     gradient_checkpointing: Literal["auto", "on", "off"] = Field(
-        "auto", description='Recompute activations in the backward pass: less memory, a third more compute. "auto": on a GPU on, on a CPU off.'
+        default="auto",
+        description=(
+            'Recompute activations in the backward pass: less memory, a third more compute. "auto": on a GPU on, on a'
+            " CPU off."
+        ),
     )
 
 
 class Reference(Section):
     mode: Literal["auto", "adapter", "cpu", "gpu", "zero3"] = Field(
-        "auto", description="Where the reference model lives. auto: LoRA switches its adapter off (no second copy), full fine-tuning keeps a copy on the CPU."
+        default="auto",
+        description=(
+            "Where the reference model lives. auto: LoRA switches its adapter off (no second copy), full fine-tuning"
+            " keeps a copy on the CPU."
+        ),
     )
 
 
 class Watch(Section):
-    level: Literal["quiet", "normal", "seed"] = Field("normal", description="How many signals raise an alarm.")
-    on_alarm: Literal["warn", "stop", "rollback"] = Field("warn", description="What an alarm does.")
-    max_nonfinite_steps: int = Field(3, ge=1, description="Refused (non-finite) steps in a row that end the run. 3: one is bad luck, three are not.")
-    hang_timeout: float = Field(1800.0, gt=0, description="Seconds without any progress of a rank after which the job ends. 1800: torch's own default.")
-    checksum_every: int = Field(0, ge=0, description="Steps between comparisons of the weights of all ranks. 0: never.")
+    level: Literal["quiet", "normal", "seed"] = Field(default="normal", description="How many signals raise an alarm.")
+    on_alarm: Literal["warn", "stop", "rollback"] = Field(default="warn", description="What an alarm does.")
+    max_nonfinite_steps: int = Field(
+        default=3,
+        ge=1,
+        description="Refused (non-finite) steps in a row that end the run. 3: one is bad luck, three are not.",
+    )
+    hang_timeout: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Seconds without any progress of a rank after which the job ends. 1800: torch's own default.",
+    )
+    checksum_every: int = Field(
+        default=0, ge=0, description="Steps between comparisons of the weights of all ranks. 0: never."
+    )
 
 
 class Checkpoint(Section):
-    every: int = Field(0, ge=0, description="Steps between checkpoints. 0: none.")
-    keep: int = Field(3, ge=1, description="Checkpoints to keep, the newest ones.")
+    every: int = Field(default=0, ge=0, description="Steps between checkpoints. 0: none.")
+    keep: int = Field(default=3, ge=1, description="Checkpoints to keep, the newest ones.")
 
 
 class Eval(Section):
-    every: int = Field(0, ge=0, description="Steps between evaluations. 0: none.")
-    num_generations: int = Field(4, ge=1, description="Completions a prompt of an evaluation.")
-    best_metric: str = Field("", description='Metric of the evaluation whose best checkpoint is kept. "": none.')
+    every: int = Field(default=0, ge=0, description="Steps between evaluations. 0: none.")
+    num_generations: int = Field(default=4, ge=1, description="Completions a prompt of an evaluation.")
+    best_metric: str = Field(
+        default="", description='Metric of the evaluation whose best checkpoint is kept. "": none.'
+    )
 
 
 class Log(Section):
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False)] = Field(
-        (), description="Trackers that get the metrics beside metrics.jsonl. None: no account is needed."
+        default=(), description="Trackers that get the metrics beside metrics.jsonl. None: no account is needed."
     )
-    every: int = Field(1, ge=1, description="Steps between progress lines.")
-    samples_every: int = Field(20, ge=0, description="Steps between sample files, the completions as text. 0: none.")
-    histogram_every: int = Field(0, ge=0, description="Steps between histograms. 0: none.")
-    rollouts_every: int = Field(1, ge=0, description="Steps between rollout files, every completion with ids and rewards. 0: none.")
+    every: int = Field(default=1, ge=1, description="Steps between progress lines.")
+    samples_every: int = Field(
+        default=20, ge=0, description="Steps between sample files, the completions as text. 0: none."
+    )
+    histogram_every: int = Field(default=0, ge=0, description="Steps between histograms. 0: none.")
+    rollouts_every: int = Field(
+        default=1, ge=0, description="Steps between rollout files, every completion with ids and rewards. 0: none."
+    )
 
 
 class Hooks(Section):
-    before_rollout: Texts = Field((), description='Functions called before each rollout, as "package.module:function".')
+    before_rollout: Texts = Field(
+        default=(), description='Functions called before each rollout, as "package.module:function".'
+    )

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
+"""The files of `ds_configs`, by the names that engine.deepspeed takes."""
+
 PACKAGE = Path(__file__).resolve().parent.parent
 
 

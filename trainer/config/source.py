@@ -29,7 +29,10 @@ def read(path: str) -> str:
     except (OSError, ValueError) as error:
         raise Refused(f"{path}: cannot be read: {error}.") from None
     if len(data) > MAX_BYTES:
-        raise Refused(f"{path}: larger than {MAX_BYTES >> 20} MiB, expected a run file (TOML). Is this a data set or a checkpoint?")
+        raise Refused(
+            f"{path}: larger than {MAX_BYTES >> 20} MiB, expected a run file (TOML). Is this a data set or a"
+            " checkpoint?"
+        )
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise Refused(f"{path}: saved as UTF-16, expected UTF-8. Save it again as UTF-8.")
     if b"\0" in data:
@@ -38,7 +41,9 @@ def read(path: str) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise Refused(f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8. Save the file again as UTF-8.") from None
+        raise Refused(
+            f"{path}:{line}: byte 0x{data[error.start]:02x} is not UTF-8. Save the file again as UTF-8."
+        ) from None
     if not any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines()):
         raise Refused(f"{path}: the file is empty. `zero-grpo init first-run > run.toml` writes one to start from.")
     return text
@@ -89,7 +94,11 @@ def _like(file: FilePath) -> str:
         return f"The folder {folder} does not exist either."
     names = [other.name for other in folder.iterdir() if other.suffix == ".toml"]
     close = difflib.get_close_matches(file.name, names, n=1)
-    return f"Did you mean {folder / close[0]}?" if close else "`zero-grpo init first-run > run.toml` writes one to start from."
+    return (
+        f"Did you mean {folder / close[0]}?"
+        if close
+        else "`zero-grpo init first-run > run.toml` writes one to start from."
+    )
 
 
 def _run_files_in(folder: FilePath) -> str:
@@ -111,9 +120,9 @@ def _mend(line: str) -> str:
     if value in ("None", "null"):
         return "\n  TOML has no null: leave the key out."
     if equals and re.fullmatch(r"[A-Za-z_./~][^\"'\[\]{}]*", value):
-        return f"\n  Text stands in quotes: {name.strip()} = \"...\""
+        return f'\n  Text stands in quotes: {name.strip()} = "..."'
     if not equals and re.match(r"\s*[A-Za-z_.]+\s*:", line):
         return "\n  TOML writes key = value, not key: value."
-    if any(mark in line for mark in "“”‘’"):
-        return "\n  Use straight quotes: \"...\""
+    if any(mark in line for mark in "\u201c\u201d\u2018\u2019"):
+        return '\n  Use straight quotes: "..."'
     return ""

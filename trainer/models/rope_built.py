@@ -44,24 +44,26 @@ class BuiltRope:
 def inspect_built(model: PreTrainedModel) -> list[BuiltRope]:
     """The rotary modules of a model's decoder; empty where positions are learned or otherwise not rotary modules."""
     found = []
-    for name, module in model.get_decoder().named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            if not key.endswith("inv_freq") or key.endswith("original_inv_freq"):
-                continue
-            layer_type = key.removesuffix("inv_freq").removesuffix("_")
-            kind = module.rope_type if hasattr(module, "rope_type") else "default"
-            scaling = f"{layer_type}_attention_scaling" if layer_type else "attention_scaling"
-            found.append(
-                BuiltRope(
-                    module=name,
-                    layer_type=layer_type,
-                    rope_type=kind[layer_type] if isinstance(kind, dict) else kind,
-                    inv_freq=buffer.detach().to("cpu", torch.float32),
-                    dtype=buffer.dtype,
-                    # Classes from before transformers 4.45 know no scaling of the attention.
-                    attention_scaling=float(getattr(module, scaling)) if hasattr(module, scaling) else 1.0,
-                )
+    decoder = model.get_decoder()
+    for path, buffer in decoder.named_buffers():
+        if not path.endswith("inv_freq") or path.endswith("original_inv_freq"):
+            continue
+        name, _, key = path.rpartition(".")
+        module = decoder.get_submodule(name)
+        layer_type = key.removesuffix("inv_freq").removesuffix("_")
+        kind = module.rope_type if hasattr(module, "rope_type") else "default"
+        scaling = f"{layer_type}_attention_scaling" if layer_type else "attention_scaling"
+        found.append(
+            BuiltRope(
+                module=name,
+                layer_type=layer_type,
+                rope_type=kind[layer_type] if isinstance(kind, dict) else kind,
+                inv_freq=buffer.detach().to("cpu", torch.float32),
+                dtype=buffer.dtype,
+                # Classes from before transformers 4.45 know no scaling of the attention.
+                attention_scaling=float(getattr(module, scaling)) if hasattr(module, scaling) else 1.0,
             )
+        )
     return found
 
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.deepspeed_json import others, owned, precision, read, zero
-from trainer.config.deepspeed_json.mistakes import Block, Mistake, corrected
+from trainer.config.deepspeed_json.mistakes import Block, Mistake, corrected, shown
 from trainer.config.deepspeed_json.precision import Dtype
 from trainer.config.schema import RunConfig
 from trainer.errors import Refused
 
-BLOCKS = ("optimizer", "scheduler", "zero_optimization")
+BLOCKS = ("optimizer", "scheduler", "fp16", "bf16", "data_types", "zero_optimization")
 NEVER = 10**9
 """steps_per_print: the progress line is ours."""
 
@@ -18,7 +18,7 @@ NEVER = 10**9
 def resolve(config: RunConfig, world_size: int, *, dtype: Dtype, hidden_size: int = 0) -> dict[str, Any]:
     """The configuration for `deepspeed.initialize`, with nothing left to guess.
 
-    ``dtype``: what model.dtype is on this device. ``hidden_size``: of the model, for sizes that are "auto" (0: unknown).
+    ``dtype``: what model.dtype is on this device. ``hidden_size``: the model's, for sizes that are "auto" (0: unknown).
     Raises `Refused` with everything that contradicts the run file, and the JSON as it would be accepted.
     """
     file = read.locate(config.engine.deepspeed)
@@ -36,10 +36,14 @@ def resolve(config: RunConfig, world_size: int, *, dtype: Dtype, hidden_size: in
     mistakes += unknown
     result = others.passed(sound) | {"zero_optimization": zero_block}
     known = {mistake.path for mistake in mistakes}
-    mistakes += [Mistake(path, 'is "auto", which only the Hugging Face Trainer fills in. Write a value, or remove it.') for path in _autos(result) if path not in known]
+    mistakes += [
+        Mistake(path, 'is "auto", which only the Hugging Face Trainer fills in. Write a value, or remove it.')
+        for path in _autos(result)
+        if path not in known
+    ]
     if mistakes:
         raise Refused(_message(str(file), block, mistakes))
-    offloaded = zero_block.get("offload_optimizer", {}).get("device", "none") != "none"
+    offloaded = zero_block.get("offload_optimizer", {}).get("device", "none") == "cpu"
     return result | precision.resolved(dtype, stage) | _arithmetic(config, world_size, offloaded=offloaded)
 
 
@@ -50,7 +54,7 @@ def _blocks(block: Block) -> tuple[list[Mistake], Block]:
     for name in BLOCKS:
         inner = sound.setdefault(name, {})
         if not isinstance(inner, dict):
-            mistakes.append(Mistake(name, f"is {inner!r}, expected an object."))
+            mistakes.append(Mistake(name, f"is {shown(inner)}, expected an object."))
             sound[name] = {}
     return mistakes, sound
 
@@ -87,6 +91,9 @@ def _autos(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _message(file: str, block: Block, mistakes: list[Mistake]) -> str:
-    lines = [f"{file} (engine.deepspeed) cannot be used with this run file: {len(mistakes)} problem{'s' if len(mistakes) > 1 else ''}."]
+    lines = [
+        f"{file} (engine.deepspeed) cannot be used with this run file: {len(mistakes)}"
+        f" problem{'s' if len(mistakes) > 1 else ''}."
+    ]
     lines += [f"  {mistake.path} {mistake.text}" for mistake in mistakes]
     return "\n".join([*lines, "With these keys as the run file has them, the JSON is:", corrected(block, mistakes)])

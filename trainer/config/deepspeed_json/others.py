@@ -1,4 +1,4 @@
-"""Every other key of a DeepSpeed JSON: passed on, without effect here, or refused because it changes the mathematics."""
+"""Every other key of a DeepSpeed JSON: passed on, without effect, or refused as it changes the mathematics."""
 
 import difflib
 from collections.abc import Iterator
@@ -20,12 +20,18 @@ REPLACED = {"steps_per_print", "zero_allow_untested_optimizer", "zero_force_ds_c
 
 # Key -> (values that change nothing, why another is refused).
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "wall_clock_breakdown": ((False,), "it stops the GPU for timers nobody reads; metrics.jsonl has the seconds of each phase"),
+    "wall_clock_breakdown": (
+        (False,),
+        "it stops the GPU for timers nobody reads; metrics.jsonl has the seconds of each phase",
+    ),
     "prescale_gradients": ((False,), "the gradient is averaged over the ranks in one place, with one factor"),
     "gradient_predivide_factor": ((1, None), "the gradient is averaged over the ranks in one place, with one factor"),
     "gradient_allreduce_op": (("mean", None), "the trainer undoes the engine's mean over the ranks, and no sum"),
     "managed_gradient_accumulation": ((True,), "the trainer places the boundary of an update"),
-    "communication_data_type": (("fp32", None), "gradients are summed over the ranks in fp32, so that the update does not depend on their number"),
+    "communication_data_type": (
+        ("fp32", None),
+        "gradients are summed over the ranks in fp32, so that the update does not depend on their number",
+    ),
     "seq_parallel_communication_data_type": (("fp32", None), "there is no sequence parallelism here"),
     "sparse_gradients": ((False,), "DeepSpeed has removed it"),
     "amp": ((), "DeepSpeed has removed it; the precision is model.dtype"),
@@ -55,7 +61,9 @@ BLOCKS: dict[str, str] = {
     "sparse_attention": "DeepSpeed has removed it",
     "tensor_parallel": "ranks are data-parallel",
     "tensorboard": "metrics go to log.report_to of the run file",
-    "torch_autocast": "the precision is model.dtype, in every pass alike; autocast would score in another one than it samples in",
+    "torch_autocast": (
+        "the precision is model.dtype, in every pass alike; autocast would score in another one than it samples in"
+    ),
     "wandb": "metrics go to log.report_to of the run file",
     "weight_quantization": "it trains other weights; 4-bit base weights are quant.bits = 4",
 }

@@ -7,45 +7,56 @@ from trainer.config.deepspeed_json.mistakes import Block, Mistake, shown
 from trainer.config.schema import RunConfig
 
 Dtype = Literal["bf16", "fp32"]
-BF16_KEYS = ("enabled", "check_grad_overflow", "immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+BF16_KEYS = (
+    "enabled",
+    "check_grad_overflow",
+    "immediate_grad_update",
+    "bf16_master_weights_and_grads",
+    "bf16_optimizer_states",
+)
 
 
 def mistakes(block: Block, config: RunConfig, dtype: Dtype, stage: int) -> Iterator[Mistake]:
     """What disagrees with the precision that the run has."""
     asked = f'model.dtype = "{config.model.dtype}"'
     has = asked if config.model.dtype == dtype else f"{asked}, which is {dtype} on this device"
-    bf16, fp16 = _enabled(block, "bf16"), _enabled(block, "fp16")
+    bf16, fp16 = (block[name].get("enabled", "auto") for name in ("bf16", "fp16"))
     if bf16 is True and fp16 is True:
-        yield Mistake("bf16.enabled", f"and fp16.enabled are both true. The run file has {has}; one precision at a time.", "auto")
+        yield Mistake(
+            "bf16.enabled", f"and fp16.enabled are both true. The run file has {has}; one precision at a time.", "auto"
+        )
     elif bf16 not in ("auto", dtype == "bf16"):
-        yield Mistake("bf16.enabled", f'is {shown(bf16)}, the run file has {has}. Change one of them; here it may be absent or "auto".', "auto")
+        yield Mistake(
+            "bf16.enabled",
+            f'is {shown(bf16)}, the run file has {has}. Change one of them; here it may be absent or "auto".',
+            "auto",
+        )
     if fp16 not in ("auto", False):
-        yield Mistake("fp16.enabled", f"is {shown(fp16)}: fp16 is refused, models trained in bf16 overflow in it. Use bf16 or fp32, by model.dtype.", False)
-    yield from _bf16_keys(block.get("bf16"))
-    yield from _data_types(block.get("data_types", {}), dtype, stage)
+        yield Mistake(
+            "fp16.enabled",
+            f"is {shown(fp16)}: fp16 is refused, models trained in bf16 overflow in it. Use bf16 or fp32, by"
+            " model.dtype.",
+            False,
+        )
+    yield from _bf16_keys(block["bf16"])
+    yield from _data_types(block["data_types"], dtype, stage)
 
 
-def _enabled(block: Block, name: str) -> object:
-    inner = block.get(name, {})
-    return inner.get("enabled", "auto") if isinstance(inner, dict) else inner
-
-
-def _bf16_keys(bf16: object) -> Iterator[Mistake]:
-    if not isinstance(bf16, dict):
-        return
+def _bf16_keys(bf16: Block) -> Iterator[Mistake]:
     for key, value in bf16.items():
         neutral = key == "check_grad_overflow"
         if key not in BF16_KEYS:
             yield Mistake(f"bf16.{key}", f"is not a key of DeepSpeed. Keys: {', '.join(BF16_KEYS)}.")
         elif key != "enabled" and value not in (neutral, "auto"):
-            reason = "a gradient that is not finite must never be applied" if neutral else "master weights and sums of gradients stay in fp32, or small updates are lost"
+            reason = (
+                "a gradient that is not finite must never be applied"
+                if neutral
+                else "master weights and sums of gradients stay in fp32, or small updates are lost"
+            )
             yield Mistake(f"bf16.{key}", f"is {shown(value)}: {reason}. Remove it.")
 
 
-def _data_types(types: object, dtype: Dtype, stage: int) -> Iterator[Mistake]:
-    if not isinstance(types, dict):
-        yield Mistake("data_types", f"is {shown(types)}, expected an object.")
-        return
+def _data_types(types: Block, dtype: Dtype, stage: int) -> Iterator[Mistake]:
     exact = dtype == "fp32" or stage > 0
     # "auto" is DeepSpeed's own word for keep_in_fp32_modules; for the others it is resolved here.
     allowed: dict[str, tuple[object, ...]] = {

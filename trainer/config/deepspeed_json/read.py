@@ -1,18 +1,18 @@
 """The DeepSpeed JSON that `engine.deepspeed` names."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from trainer.config import shipped
 from trainer.config.deepspeed_json.mistakes import Block
-from trainer.config.rules.run import DEEPSPEED
 from trainer.errors import Refused
 
 
 def locate(name: str) -> Path:
     """The file: one that ships, or the user's, read from the working directory."""
-    return shipped.ds_configs() / f"{name}.json" if name in DEEPSPEED else Path(name)
+    return shipped.ds_configs() / f"{name}.json" if name in shipped.DEEPSPEED else Path(name)
 
 
 def read(file: Path) -> Block:
@@ -21,19 +21,20 @@ def read(file: Path) -> Block:
         text = file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise Refused(
-            f"{file}: there is no such DeepSpeed configuration (engine.deepspeed). Names that ship: {', '.join(DEEPSPEED)}."
+            f"{file}: there is no such DeepSpeed configuration (engine.deepspeed). Names that ship:"
+            f" {', '.join(shipped.DEEPSPEED)}."
         ) from None
     except UnicodeDecodeError:
         raise Refused(f"{file}: not UTF-8 text, expected a DeepSpeed JSON (engine.deepspeed).") from None
     except OSError as error:
         raise Refused(f"{file}: cannot be read (engine.deepspeed): {error.strerror}.") from None
     try:
-        block = json.loads(text, object_pairs_hook=_no_double, parse_constant=_no_constant)
+        block = json.loads(text, object_pairs_hook=_no_double, parse_float=_finite, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         line = (text.splitlines() or [""])[min(error.lineno, len(text.splitlines()) or 1) - 1]
         comment = " JSON has no comments." if line.lstrip().startswith(("//", "#", "/*")) or " //" in line else ""
         raise Refused(f"{file}:{error.lineno}: not valid JSON: {error.msg}.{comment}\n  {line.strip()[:100]}") from None
-    except (_Odd, RecursionError) as error:
+    except (_Odd, RecursionError, ValueError) as error:  # ValueError: Python refuses numbers of thousands of digits
         raise Refused(f"{file}: {error or 'nested too deeply'}.") from None
     if not isinstance(block, dict):
         raise Refused(f"{file}: the JSON is a {type(block).__name__}, expected an object with DeepSpeed's keys.")
@@ -50,6 +51,11 @@ def _no_double(pairs: list[tuple[str, Any]]) -> Block:
     if double is not None:
         raise _Odd(f'the key "{double}" is given twice in one object; keep one')
     return dict(pairs)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _no_constant(digits)
 
 
 def _no_constant(name: str) -> Any:

@@ -1,20 +1,32 @@
 """The zero_optimization block: stage, offload and communication."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from trainer.config.deepspeed_json.mistakes import Block, Mistake, shown
 from trainer.config.schema import RunConfig
 
-KEYS = {
-    "stage", "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "elastic_checkpoint",
-    "enable_sanity_checks", "ignore_unused_parameters", "leaf_module", "load_from_fp32_weights", "log_trace_cache_warnings",
-    "memory_efficient_linear", "offload_optimizer", "offload_param", "overlap_comm", "override_module_apply",
-    "parameter_alignment", "pipeline_loading_checkpoint", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
+SWITCHES = {
+    "allgather_partitions", "contiguous_gradients", "elastic_checkpoint", "enable_sanity_checks",
+    "ignore_unused_parameters", "load_from_fp32_weights", "log_trace_cache_warnings", "memory_efficient_linear",
+    "overlap_comm", "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint", "reduce_scatter",
+    "round_robin_gradients",
     "save_muon_momentum_buffer_in_memory", "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params", "sub_group_size", "use_multi_rank_bucket_allreduce", "zero_hpz_partition_size",
+    "stage3_use_all_reduce_for_fetch_params", "use_multi_rank_bucket_allreduce",
+}  # fmt: skip
+COUNTS = {
+    "allgather_bucket_size", "reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold", "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size", "sub_group_size", "zero_hpz_partition_size",
+}  # fmt: skip
+BLOCKS = {"leaf_module", "offload_optimizer", "offload_param"}
+KEYS = {"stage"} | SWITCHES | COUNTS | BLOCKS
+OFFLOAD_KEYS = {
+    "offload_optimizer": {
+        "device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "ratio",
+        "super_offload", "cpuadam_cores_perc",
+    },
+    "offload_param": {"device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"},
 }  # fmt: skip
 
 # Key -> (the value that changes nothing, why another is refused).
@@ -58,46 +70,83 @@ def mistakes(zero: Block, config: RunConfig) -> Iterator[Mistake]:
         elif key in DEPRECATED:
             yield Mistake(path, f"is an old key. {DEPRECATED[key]}")
         elif key not in KEYS:
-            close = difflib.get_close_matches(key, KEYS, n=1)
-            yield Mistake(path, f"is not a key of DeepSpeed. {f'Did you mean {close[0]}?' if close else 'Remove it.'}")
+            yield Mistake(path, f"is not a key of DeepSpeed. {_close(key, KEYS)}")
+        elif value not in ("auto", None):
+            yield from _wrong_type(path, key, value)
     yield from _offload(zero, stage, config)
+
+
+def _wrong_type(path: str, key: str, value: object) -> Iterator[Mistake]:
+    # DeepSpeed takes 5e8 for a count, as its own documentation writes it.
+    if key in SWITCHES and not isinstance(value, bool):
+        yield Mistake(path, f"is {shown(value)}, expected true or false.")
+    if key in COUNTS and not (
+        isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
+    ):
+        yield Mistake(path, f"is {shown(value)}, expected a whole number of elements, without quotes.")
+
+
+def _close(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean {close[0]}?" if close else "Remove it."
 
 
 def _offload(zero: Block, stage: int, config: RunConfig) -> Iterator[Mistake]:
     for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         block = zero.get(key)
         path = f"zero_optimization.{key}"
-        if block is None or block == "auto":
+        if block in (None, "auto"):
             continue
         if not isinstance(block, dict):
-            yield Mistake(path, f'is {shown(block)}, expected an object such as {{"device": "cpu"}}.', {"device": "cpu"})
+            yield Mistake(
+                path, f'is {shown(block)}, expected an object such as {{"device": "cpu"}}.', {"device": "cpu"}
+            )
             continue
+        for name in block.keys() - OFFLOAD_KEYS[key]:
+            yield Mistake(f"{path}.{name}", f"is not a key of DeepSpeed. {_close(name, OFFLOAD_KEYS[key])}")
         device = block.get("device", "none")
         if device not in ("none", "cpu"):
-            yield Mistake(f"{path}.device", f'is {shown(device)}, expected "cpu" or "none"; other devices are not supported.', "cpu")
+            yield Mistake(
+                f"{path}.device",
+                f'is {shown(device)}, expected "cpu" or "none"; other devices are not supported.',
+                "cpu",
+            )
         if device == "none":
             continue
         if stage < lowest:
-            yield Mistake(path, f"needs ZeRO stage {lowest} or higher, zero_optimization.stage is {stage}. Raise the stage, or remove it.")
+            yield Mistake(
+                path,
+                f"needs ZeRO stage {lowest} or higher, zero_optimization.stage is {stage}. Raise the stage, or"
+                " remove it.",
+            )
         for name, neutral in (("ratio", 1), ("super_offload", False)):
             if block.get(name, neutral) not in (neutral, "auto"):
-                yield Mistake(f"{path}.{name}", f"is {shown(block[name])}: an optimizer that is offloaded in part is not supported. Remove it.")
+                yield Mistake(
+                    f"{path}.{name}",
+                    f"is {shown(block[name])}: an optimizer that is offloaded in part is not supported. Remove it.",
+                )
         if key == "offload_optimizer" and config.optim.name != "adamw":
             yield Mistake(
                 path,
-                f'the run file has optim.name = "{config.optim.name}", and an offloaded optimizer is DeepSpeed\'s CPU Adam. Use optim.name = "adamw", or remove the offload.',
+                f'the run file has optim.name = "{config.optim.name}", and an offloaded optimizer is DeepSpeed\'s CPU'
+                ' Adam. Use optim.name = "adamw", or remove the offload.',
             )
 
 
 def resolved(zero: Block, hidden_size: int) -> tuple[Block, list[Mistake]]:
     """The block with its sizes worked out, and the ones that cannot be."""
-    result = {key: value for key, value in zero.items() if key not in NEUTRAL}
+    result = {key: value for key, value in zero.items() if key not in NEUTRAL and value is not None}
     unknown = []
     for key, size in SIZES.items():
         if result.get(key) == "auto":
             result[key] = size(hidden_size)
             if hidden_size <= 0:
-                unknown.append(Mistake(f"zero_optimization.{key}", 'is "auto", which needs the hidden size of the model. Write a number.'))
+                unknown.append(
+                    Mistake(
+                        f"zero_optimization.{key}",
+                        'is "auto", which needs the hidden size of the model. Write a number.',
+                    )
+                )
     # DeepSpeed's own default is true for stage 3. Overlapped reduction is suspected of races (DeepSpeed#4298, #5294).
     if result.get("overlap_comm") is None or result["overlap_comm"] == "auto":
         result["overlap_comm"] = False

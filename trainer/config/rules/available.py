@@ -30,14 +30,19 @@ def not_yet(config: RunConfig) -> Iterator[Problem]:
         section = getattr(config, section_name)
         if given(section, name):
             default = literal(type(section).model_fields[name].default)
-            yield problem(key, f"{key} = {literal(getattr(section, name))} is not available in this version; use {default}.")
+            yield problem(
+                key, f"{key} = {literal(getattr(section, name))} is not available in this version; use {default}."
+            )
 
 
 def reward_kinds(config: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(config.reward):
         if entry.kind not in REWARD_KINDS:
             choices = " or ".join(literal(kind) for kind in REWARD_KINDS)
-            yield Problem((("reward", index, "kind"),), f'reward.{entry.name}.kind = "{entry.kind}" is not available in this version; use {choices}.')
+            yield Problem(
+                (("reward", index, "kind"),),
+                f'reward.{entry.name}.kind = "{entry.kind}" is not available in this version; use {choices}.',
+            )
 
 
 RULES = (not_yet, reward_kinds)

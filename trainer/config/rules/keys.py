@@ -27,5 +27,6 @@ def unused(prefix: str, section: Section, names: Sequence[str], reason: str, bec
             default = literal(field.get_default(call_default_factory=True))
             yield problem(
                 f"{key} {because}",
-                f"{key} = {literal(getattr(section, name))} has no effect: {reason}. Remove it (default {default}), or change {because}.",
+                f"{key} = {literal(getattr(section, name))} has no effect: {reason}. Remove it (default {default}), or"
+                f" change {because}.",
             )

@@ -32,16 +32,25 @@ def _at(index: int, name: str, *others: str) -> tuple[tuple[str | int, ...], ...
 
 def some_reward(config: RunConfig) -> Iterator[Problem]:
     if not config.reward and not config.rollout.replay:
-        yield Problem((("reward",), ("rollout", "replay")), "there is no [[reward]]: what is a completion worth? Write one; only rollout.replay brings its own.")
+        yield Problem(
+            (("reward",), ("rollout", "replay")),
+            "there is no [[reward]]: what is a completion worth? Write one; only rollout.replay brings its own.",
+        )
     if config.reward and all(entry.weight == 0 for entry in config.reward):
-        yield Problem(_at(0, "weight"), "every reward.weight is 0, so no completion is better than another. Give one of them another weight.")
+        yield Problem(
+            _at(0, "weight"),
+            "every reward.weight is 0, so no completion is better than another. Give one of them another weight.",
+        )
 
 
 def names_differ(config: RunConfig) -> Iterator[Problem]:
     names = [entry.name for entry in config.reward]
     for index, name in enumerate(names):
         if name in names[:index]:
-            yield Problem(_at(index, "name"), f'reward.name = "{name}" is taken by an earlier [[reward]]. Metrics are named by it: choose another.')
+            yield Problem(
+                _at(index, "name"),
+                f'reward.name = "{name}" is taken by an earlier [[reward]]. Metrics are named by it: choose another.',
+            )
 
 
 def kind_has_its_keys(config: RunConfig) -> Iterator[Problem]:
@@ -50,12 +59,16 @@ def kind_has_its_keys(config: RunConfig) -> Iterator[Problem]:
         label = f"reward.{entry.name}"
         if not getattr(entry, needed):
             example = FOR_EXAMPLE.get(entry.kind, '"..."')
-            yield Problem(_at(index, "kind", needed), f'{label}.kind = "{entry.kind}" needs {label}.{needed}, for example {needed} = {example}.')
+            yield Problem(
+                _at(index, "kind", needed),
+                f'{label}.kind = "{entry.kind}" needs {label}.{needed}, for example {needed} = {example}.',
+            )
         for key in OWN_KEYS:
             if given(entry, key) and key != needed and key not in allowed:
                 yield Problem(
                     _at(index, key, "kind"),
-                    f'{label}.{key} = {literal(getattr(entry, key))} has no effect with {label}.kind = "{entry.kind}". Remove it, or change the kind.',
+                    f'{label}.{key} = {literal(getattr(entry, key))} has no effect with {label}.kind = "{entry.kind}".'
+                    " Remove it, or change the kind.",
                 )
 
 
@@ -63,7 +76,9 @@ def function_name(config: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(config.reward):
         wrong = _wrong_function(entry)
         if entry.function and wrong:
-            yield Problem(_at(index, "function", "kind"), f"reward.{entry.name}.function = {literal(entry.function)}: {wrong}")
+            yield Problem(
+                _at(index, "function", "kind"), f"reward.{entry.name}.function = {literal(entry.function)}: {wrong}"
+            )
 
 
 def _wrong_function(entry: Reward) -> str:
@@ -78,7 +93,11 @@ def key_variable(config: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(config.reward):
         if entry.key_env and not VARIABLE.fullmatch(entry.key_env):
             # Not repeated: it may be the key itself.
-            yield Problem(_at(index, "key_env"), f"reward.{entry.name}.key_env: expected the name of an environment variable, for example \"OPENAI_API_KEY\". The key itself does not belong in a run file.")
+            yield Problem(
+                _at(index, "key_env"),
+                f"reward.{entry.name}.key_env: expected the name of an environment variable, for example"
+                ' "OPENAI_API_KEY". The key itself does not belong in a run file.',
+            )
 
 
 RULES = (some_reward, names_differ, kind_has_its_keys, function_name, key_variable)

@@ -7,17 +7,22 @@ from collections.abc import Iterator
 from trainer.config.problems import Problem
 from trainer.config.rules.keys import problem, unused
 from trainer.config.schema import RunConfig
+from trainer.config.shipped import DEEPSPEED
 
-DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
 HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def one_length(config: RunConfig) -> Iterator[Problem]:
     steps, epochs = config.run.steps, config.run.epochs
     if steps and epochs:
-        yield problem("run.epochs run.steps", f"run.steps = {steps} and run.epochs = {epochs:g} are both given. Keep one.")
+        yield problem(
+            "run.epochs run.steps", f"run.steps = {steps} and run.epochs = {epochs:g} are both given. Keep one."
+        )
     if not steps and not epochs:
-        yield problem("run.steps run.epochs", "neither run.steps nor run.epochs is given: how long to train? Write one, for example run.steps = 200.")
+        yield problem(
+            "run.steps run.epochs",
+            "neither run.steps nor run.epochs is given: how long to train? Write one, for example run.steps = 200.",
+        )
 
 
 def warmup_fits(config: RunConfig) -> Iterator[Problem]:
@@ -25,14 +30,20 @@ def warmup_fits(config: RunConfig) -> Iterator[Problem]:
     if updates and config.optim.schedule != "constant" and config.optim.warmup_steps >= updates:
         yield problem(
             "optim.warmup_steps run.steps",
-            f"optim.warmup_steps = {config.optim.warmup_steps} leaves nothing of the {updates} updates (run.steps x grpo.updates_per_rollout) "
-            f'for optim.schedule = "{config.optim.schedule}". Lower optim.warmup_steps below {updates}, or raise run.steps.',
+            f"optim.warmup_steps = {config.optim.warmup_steps} leaves nothing of the {updates} updates (run.steps x"
+            " grpo.updates_per_rollout) "
+            f'for optim.schedule = "{config.optim.schedule}". Lower optim.warmup_steps below {updates}, or raise'
+            " run.steps.",
         )
 
 
 def data_source(config: RunConfig) -> Iterator[Problem]:
     if not config.data.source and not config.rollout.replay:
-        yield problem("data.source rollout.replay", "data.source is missing: where are the prompts? A .jsonl file, for example data.source = \"prompts.jsonl\"; only with rollout.replay none is needed.")
+        yield problem(
+            "data.source rollout.replay",
+            'data.source is missing: where are the prompts? A .jsonl file, for example data.source = "prompts.jsonl";'
+            " only with rollout.replay none is needed.",
+        )
 
 
 def one_evaluation_set(config: RunConfig) -> Iterator[Problem]:
@@ -41,7 +52,8 @@ def one_evaluation_set(config: RunConfig) -> Iterator[Problem]:
         if data.eval_fraction and getattr(data, name):
             yield problem(
                 f"data.eval_fraction data.{name}",
-                f"data.eval_fraction = {data.eval_fraction:g} takes the evaluation from the training prompts, data.{name} names another set. Keep one.",
+                f"data.eval_fraction = {data.eval_fraction:g} takes the evaluation from the training prompts,"
+                f" data.{name} names another set. Keep one.",
             )
 
 
@@ -51,8 +63,8 @@ def evaluation_is_not_training(config: RunConfig) -> Iterator[Problem]:
     if data.source and same_source and (data.eval_source or data.eval_split) and data.eval_split in ("", data.split):
         yield problem(
             "data.eval_split data.eval_source data.split",
-            f"data.eval_source and data.eval_split name the training prompts (data.source, data.split = \"{data.split}\"). "
-            "Name another split, or hold some prompts out: data.eval_fraction = 0.05.",
+            "data.eval_source and data.eval_split name the training prompts (data.source, data.split ="
+            f' "{data.split}"). Name another split, or hold some prompts out: data.eval_fraction = 0.05.',
         )
 
 
@@ -61,7 +73,8 @@ def evaluation_has_data(config: RunConfig) -> Iterator[Problem]:
     if config.eval.every and not (data.eval_source or data.eval_split or data.eval_fraction):
         yield problem(
             "eval.every data.eval_fraction",
-            f"eval.every = {config.eval.every}, but there is nothing to evaluate on. Give data.eval_source, data.eval_split or data.eval_fraction, or remove eval.every.",
+            f"eval.every = {config.eval.every}, but there is nothing to evaluate on. Give data.eval_source,"
+            " data.eval_split or data.eval_fraction, or remove eval.every.",
         )
     if not config.eval.every:
         yield from unused("eval", config.eval, ["best_metric"], "nothing is evaluated (eval.every = 0)", "eval.every")
@@ -73,7 +86,8 @@ def columns_differ(config: RunConfig) -> Iterator[Problem]:
     if prompt == answer:
         yield problem(
             "data.answer_column data.prompt_column",
-            f'data.prompt_column and data.answer_column are both "{prompt}": the answer would be part of the prompt. Name two columns.',
+            f'data.prompt_column and data.answer_column are both "{prompt}": the answer would be part of the prompt.'
+            " Name two columns.",
         )
 
 
@@ -92,8 +106,8 @@ def offload_needs_adam(config: RunConfig) -> Iterator[Problem]:
     if config.optim.name != "adamw" and config.engine.deepspeed.endswith("-offload"):
         yield problem(
             "optim.name engine.deepspeed",
-            f'optim.name = "{config.optim.name}" cannot be offloaded: engine.deepspeed = "{config.engine.deepspeed}" updates with DeepSpeed\'s CPU Adam. '
-            'Use optim.name = "adamw", or engine.deepspeed without -offload.',
+            f'optim.name = "{config.optim.name}" cannot be offloaded: engine.deepspeed = "{config.engine.deepspeed}"'
+            ' updates with DeepSpeed\'s CPU Adam. Use optim.name = "adamw", or engine.deepspeed without -offload.',
         )
 
 
@@ -102,7 +116,9 @@ def deepspeed_name(config: RunConfig) -> Iterator[Problem]:
     if name not in DEEPSPEED and not name.endswith(".json"):
         close = difflib.get_close_matches(name, DEEPSPEED, n=1)
         help_text = f'Did you mean "{close[0]}"?' if close else "Or give the path of a DeepSpeed .json."
-        yield problem("engine.deepspeed", f'engine.deepspeed = "{name}": expected one of {", ".join(DEEPSPEED)}. {help_text}')
+        yield problem(
+            "engine.deepspeed", f'engine.deepspeed = "{name}": expected one of {", ".join(DEEPSPEED)}. {help_text}'
+        )
 
 
 def one_batch_limit(config: RunConfig) -> Iterator[Problem]:
@@ -114,7 +130,9 @@ def one_batch_limit(config: RunConfig) -> Iterator[Problem]:
 def hook_names(config: RunConfig) -> Iterator[Problem]:
     for name in config.hooks.before_rollout:
         if not HOOK.fullmatch(name):
-            yield problem("hooks.before_rollout", f'hooks.before_rollout has "{name}": expected "package.module:function".')
+            yield problem(
+                "hooks.before_rollout", f'hooks.before_rollout has "{name}": expected "package.module:function".'
+            )
 
 
 RULES = (

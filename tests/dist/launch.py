@@ -1,0 +1,50 @@
+"""Starts the ranks of a test as plain processes with a launcher's environment, and ends them all."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Rank:
+    code: int
+    output: str
+
+
+def run_ranks(arguments: Sequence[str], ranks: int, port: int, *, timeout: float = 300, **variables: str) -> list[Rank]:
+    """``python ARGUMENTS`` on every rank over loopback. A rank that outlives the time-out is ended and has code -9."""
+    common = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        # gloo mixes up unlike shapes without a word, unless asked to compare them.
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        for rank in range(ranks)
+    ]
+    found = []
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        found.append(Rank(process.returncode, output))
+    return found
