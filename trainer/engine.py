@@ -58,6 +58,10 @@ class ZeroEngine:
         """Forward through the engine, so that its hooks run."""
         return self._engine(*args, **kwargs)
 
+    def close(self) -> None:
+        """Lets go of hooks and buffers. Left to the garbage collector, ranks would do it at different moments."""
+        self._engine.destroy()
+
     def backward_sum(self, loss_sum: Tensor, global_count: float, *, last: bool) -> None:
         """Accumulates the gradient of ``loss_sum / global_count``, where ``loss_sum`` is this rank's part of the sum.
 

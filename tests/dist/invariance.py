@@ -4,6 +4,7 @@ Usage, under a launcher: invariance.py FOLDER CELLS.json RESULTS.json
 """
 
 import copy
+import gc
 import json
 import sys
 from contextlib import nullcontext
@@ -44,6 +45,8 @@ def run_cell(cell: dict[str, Any], folder: Path, world: World, plain: dict[str, 
     with control(cell.get("control", ""), world):
         metrics, _ = grpo_step(state, [])
     after = weights()
+    state.engine.close()
+    gc.collect()
     target = plain[key]
     error = sum(float(((before[name] - after[name]) - target.gradient[name]).square().sum()) for name in named) ** 0.5
     update = {name: before[name] - after[name] for name in named}
@@ -71,7 +74,7 @@ def expected(models: Models, folder: Path, config: Any, cell: dict[str, Any]) ->
         causal,
         reference,
         as_reference,
-        read_rollouts(folder / "rollouts", 1),
+        read_rollouts(Path(config.rollout.replay), 1),
         loss_type=cell["loss_type"],
         estimator=cell["estimator"],
         placement=cell["placement"],

@@ -17,12 +17,19 @@ MAX_NEW_TOKENS = 9
 
 
 def write_inputs(folder: Path) -> None:
-    """``folder/model`` and ``folder/rollouts``: policy, reference and recorded sampler all differ."""
+    """``folder/model`` and recordings: policy, reference and recorded sampler all differ."""
     tiny_qwen2().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
+    for placement, equal in (("loss", 3), ("reward", None)):
+        record(folder / f"rollouts-{placement}", equal)
+
+
+def record(folder: Path, equal: int | None) -> None:
+    """One recorded step. ``equal``: the group whose rewards are all the same. With the KL in the reward such a group
+    would divide the rounding of its KL by its tiny spread, which compares nothing."""
     draw = random.Random(7)
-    (folder / "rollouts").mkdir()
-    with (folder / "rollouts" / "step-000001.jsonl").open("w") as file:
+    folder.mkdir()
+    with (folder / "step-000001.jsonl").open("w") as file:
         for group in range(GROUPS):
             prompt = [draw.randrange(256) for _ in range(draw.randint(2, 9))]
             for index in range(GENERATIONS):
@@ -35,8 +42,8 @@ def write_inputs(folder: Path) -> None:
                     "prompt_ids": prompt,
                     "completion_ids": [draw.randrange(256) for _ in range(length)],
                     "sampling_logps": [-5.7 + draw.gauss(0, 0.3) for _ in range(length)],
-                    # One row that no reward could score; one group of equal rewards.
-                    "rewards": {"score": None if (group, index) == (1, 2) else 0.5 if group == 3 else draw.random() * 2},
+                    # One row that no reward could score.
+                    "rewards": {"score": None if (group, index) == (1, 2) else 0.5 if group == equal else draw.random() * 2},
                     "finish": "length" if length == MAX_NEW_TOKENS else "stop",
                 }
                 file.write(json.dumps(row) + "\n")
@@ -48,7 +55,7 @@ def run_config(folder: Path, **cell: Any) -> RunConfig:
         "run": {"steps": 1},
         "model": {"name_or_path": str(folder / "model")},
         "lora": {"r": 4 if cell["lora"] else 0, **({"alpha": 16.0} if cell["lora"] else {})},
-        "rollout": {"replay": str(folder / "rollouts"), "max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.8},
+        "rollout": {"replay": str(folder / f"rollouts-{cell['placement']}"), "max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.8},
         "grpo": {
             "loss_type": cell["loss_type"],
             "mask_truncated": cell.get("mask_truncated", False),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import RunConfig, describe, dump, load
+from trainer.config import RunConfig, describe, dump, load, shipped
 from trainer.config import recipes as shipped_recipes
 from trainer.config.fields import dotted_keys, field_at, keys
 from trainer.errors import Refused
@@ -133,6 +133,7 @@ def test_override_of_a_reward_by_name_or_place(run_file, name):
         (["--grpo.mask_truncated", "--optim.lr", "1e-5"], ["--grpo.mask_truncated has no value", "true"]),
         (["--optim..lr", "1"], ["--optim..lr has an empty name"]),
         (["--run.steps.x", "1"], ["--run.steps.x", "steps is a value"]),
+        (["--optim.lr", "1e-5\nx = 1"], ["command line, --optim.lr", "number > 0"]),
         (["--optim.lr", "fast"], ["command line, --optim.lr", 'optim.lr = "fast"', "number > 0"]),
         (["--optim", "adamw"], ["optim = ", "a table with the keys name, lr"]),
         (["--lora.targets", "q_proj"], ['Write ["q_proj"]']),
@@ -247,6 +248,8 @@ def test_all_problems_of_a_file_in_one_message(run_file):
         '[data]\nhf_token = "x1y2z3"',
         '[model]\nrevision = "hf_abcdefghijklmnopqrstuvwx"',
         '[[reward]]\nkey_env = "sk-proj-0123456789abcdef"',
+        '[run]\nsteps = "sk-proj-0123456789abcdef"',
+        '[optim]\ntoken = "abc"',
         '[[reward]]\nurl = "https://user:pa55word@host/v1"',
         '[data]\nchat_template_kwargs = {nested = ["Bearer abcdefgh1234"]}',
     ],
@@ -254,6 +257,7 @@ def test_all_problems_of_a_file_in_one_message(run_file):
 def test_secrets_are_refused_and_not_repeated(run_file, line):
     message = refusal(run_file(line + "\n"))
     assert "holds a secret" in message and "run.toml:2" in message and "environment variable" in message
+    assert "is not a key" not in message
     for secret in ("abc", "x1y2z3", "hf_a", "sk-p", "pa55word", "Bearer"):
         assert secret not in message
 
@@ -356,3 +360,13 @@ def test_gsm8k_recipe_asks_for_the_data_set_and_the_last_number(run_file):
     assert (config.data.prompt_column, config.data.answer_column) == ("question", "answer")
     assert (config.reward[0].kind, config.reward[0].function) == ("builtin", "last_number")
     assert (config.grpo.kl.coef, config.engine.deepspeed, config.is_lora) == (0.01, "zero2", True)
+
+
+def test_shipped_folders_are_found_in_a_wheel_and_in_a_checkout(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "trainer"
+    monkeypatch.setattr(shipped, "PACKAGE", package)
+    assert shipped.ds_configs() == tmp_path / "site-packages" / "ds_configs"
+    assert shipped.recipes() == tmp_path / "site-packages" / "launch" / "recipes"
+    for name in ("ds_configs", "recipes"):
+        (package / name).mkdir(parents=True)
+    assert (shipped.ds_configs(), shipped.recipes()) == (package / "ds_configs", package / "recipes")

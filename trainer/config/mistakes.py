@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from trainer.config.fields import Path, expected, field_at, literal, section_of
+from trainer.config.fields import Path, expected, field_at, keys, literal, section_of
 from trainer.config.names import VALUES, answer
 from trainer.config.problems import Problem, dotted
 from trainer.config.schema import RunConfig
@@ -98,12 +98,11 @@ def _wanted(field: FieldInfo) -> str:
 
 
 def _table(path: Path, section: type[Section], got: Any) -> str:
-    keys = ", ".join(section.model_fields)
     if path[0] == "reward" and isinstance(got, dict):
         return "expected a list of tables. Write [[reward]], in double brackets."
     if path[0] != "reward" and isinstance(got, list):
         return f"expected one table. Write [{path[-1]}], in single brackets."
-    return f"expected a table with the keys {keys}."
+    return f"expected a table with the keys {', '.join(section.model_fields)}."
 
 
 def _unknown(path: Path, label: str, got: Any) -> str:
@@ -124,8 +123,6 @@ def _unknown(path: Path, label: str, got: Any) -> str:
 
 
 def _tables() -> dict[str, str]:
-    from trainer.config.fields import keys
-
     return {path[-1]: ".".join(path) for path, field in keys() if section_of(field.annotation) is not None}
 
 

@@ -49,7 +49,7 @@ class Renderer:
 
     def messages(self, prompt: Messages) -> Messages:
         """The row's messages with data.system before them, unless the row has a system message of its own."""
-        # Parquet and `datasets` fill a key that only some messages have with null; to a template it would be there.
+        # Parquet and `datasets` fill a key that only some messages have with null; templates and rewards see none.
         messages = [{name: value for name, value in message.items() if value is not None} for message in prompt]
         if self.data.system and not has_system(messages):
             messages.insert(0, {"role": "system", "content": self.data.system})

@@ -54,9 +54,7 @@ def probe_turns(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -
         return None
     owned = [name for name in arguments if name in OWNED_ARGUMENTS]
     if owned:
-        raise Refused(
-            f"data.chat_template_kwargs: {', '.join(owned)} cannot be set; only variables of the template can."
-        )
+        raise Refused(f"data.chat_template_kwargs: {', '.join(owned)} is set by the trainer and cannot be given.")
     question = [{"role": "user", "content": QUESTION}]
     answered = [*question, {"role": "assistant", "content": ANSWER}]
     try:

@@ -130,7 +130,7 @@ def before_after_table(rows: Sequence[BeforeAfter], prompts: int) -> str:
         )
     out = StringIO()
     Console(file=out, width=110, force_terminal=False).print(table)
-    return out.getvalue().rstrip("\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def with_error(value: float, error: float, sign: str = "-") -> str:

@@ -39,7 +39,7 @@ def batch(block: Block, config: RunConfig, world_size: int) -> Iterator[Mistake]
         Mistake(key, text)
         for key, value in given.items()
         # 1 is DeepSpeed's default, and what the engine is given: the trainer places the boundary itself.
-        if not (key == BATCH[2] and value == 1) and (text := _disagrees(value, owned[key]))
+        if not (key == BATCH[2] and _same(value, 1)) and (text := _disagrees(value, owned[key]))
     ]
     if wrong and len(given) == 3 and all(_is_count(value) for value in given.values()):
         hint = _triangle(given[BATCH[0]], given[BATCH[1]], given[BATCH[2]], world_size)

@@ -100,4 +100,14 @@ def key_variable(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-RULES = (some_reward, names_differ, kind_has_its_keys, function_name, key_variable)
+def hang_outlasts_calls(config: RunConfig) -> Iterator[Problem]:
+    for index, entry in enumerate(config.reward):
+        if entry.timeout >= config.watch.hang_timeout:
+            yield Problem(
+                (("reward", index, "timeout"), ("watch", "hang_timeout")),
+                f"reward.{entry.name}.timeout = {entry.timeout:g} s is not below watch.hang_timeout ="
+                f" {config.watch.hang_timeout:g} s: a slow call would end the job as hung. Raise watch.hang_timeout.",
+            )
+
+
+RULES = (some_reward, names_differ, kind_has_its_keys, function_name, key_variable, hang_outlasts_calls)
