@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from trainer.world import World, connect, disconnect
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -24,3 +27,15 @@ def results() -> Iterator[Callable[[str, dict[str, Any]], None]]:
         (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
     yield keep
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """A job of one rank, for the whole session: DeepSpeed cannot join a second one in the same process."""
+    before = set(os.environ)
+    joined = connect("cpu", timeout_seconds=60)
+    # DeepSpeed insists on LOCAL_RANK; the others would make ranks of every process that a test starts.
+    for name in set(os.environ) - before - {"LOCAL_RANK"}:
+        del os.environ[name]
+    yield joined
+    disconnect()

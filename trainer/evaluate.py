@@ -43,16 +43,15 @@ def rise(before: Score, after: Score) -> tuple[float, float]:
     return sum(differences) / len(differences), _stderr(differences)
 
 
-def evaluate(
+def answer_and_score(
     decoder: Decoder,
     score: Callable[[list[Completion]], None],
     prompts: Sequence[Prompt],
     *,
-    step: int,
     generations: int,
     world: World,
-) -> Evaluation:
-    """``generations`` sampled completions and one greedy one of each prompt, spread over the ranks.
+) -> tuple[list[Completion], list[Completion]]:
+    """This rank's share: ``generations`` sampled completions and one greedy one of each of its prompts, scored.
 
     The noise is keyed by prompt and not by step: two evaluations differ by the policy alone.
     """
@@ -61,10 +60,11 @@ def evaluate(
     greedy = decoder.generate(mine, step=0, generations=1, purpose="eval", greedy=True)
     score(sampled)
     score(greedy)
-    return Evaluation(step, _gathered(sampled, len(prompts), world), _gathered(greedy, len(prompts), world))
+    return sampled, greedy
 
 
-def _gathered(completions: Sequence[Completion], prompts: int, world: World) -> Score:
+def gathered(completions: Sequence[Completion], prompts: int, world: World) -> Score:
+    """The score over all ranks' completions. A collective: what may fail on one rank alone has been done before."""
     rewards: list[list[float | None]] = [[] for _ in range(prompts)]
     for part in world.gather_objects([(completion.group, completion.reward) for completion in completions]):
         for group, reward in part:

@@ -1,5 +1,6 @@
 """From the sums of every rank to the one row of metrics.jsonl."""
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -69,12 +70,15 @@ def step_metrics(world: World, sums: Sums, seconds: dict[str, float]) -> dict[st
         sums.maximum("peak_memory_gib", torch.cuda.max_memory_allocated(world.device) / 2**30)
         torch.cuda.reset_peak_memory_stats(world.device)
     total = all_reduced(world, sums)
-    metrics = total.means()
+    # A number that does not exist is absent: the loss of a refused step, say, which its note has named.
+    metrics = {name: value for name, value in total.means().items() if math.isfinite(value)}
     for name in ("kl", "reward"):
         mean = metrics.get("kl" if name == "kl" else "reward_mean")
         square = metrics.pop(f"{name}_square", None)
         if mean is not None and square is not None:
             metrics[f"{name}_std"] = max(0.0, square - mean * mean) ** 0.5
+    if metrics.get("kl", 0.0) * metrics["kl_coef"] > 1e-6 and metrics.get("reward_mean", 0.0) > 0:
+        metrics["reward_kl_ratio"] = metrics["reward_mean"] / (metrics["kl"] * metrics["kl_coef"])
     tokens, _ = total.totals["completion_tokens_mean"]
     metrics["tokens_per_second"] = tokens / sum(metrics[f"seconds_{phase}"] for phase in seconds)
     return metrics

@@ -23,6 +23,9 @@ from trainer.record.run_dir import RunDirectory, RunState
 from trainer.state import State
 from trainer.world import World
 
+CUT_STEPS, CUT_SHARE = 10, 0.3
+"""A run is warned once when more than this share of the completions of its first steps was cut off."""
+
 
 class Output:
     """The records of one run."""
@@ -33,20 +36,23 @@ class Output:
         self.world = state.world
         self.path = Path(state.config.run.dir)
         self.directory = RunDirectory(self.path)
+        self.hosts: list[str] = self.world.gather_objects(socket.gethostname())
+        """One name a rank."""
         self.run_id = uuid.uuid4().hex[:12]
         self.seconds: list[float] = []
+        self.cut: list[float] = []
+        """Share of cut completions of each of the first steps."""
         self.evaluations: list[Evaluation] = []
         self.told = 0
         """How many of the state's notes the user has seen."""
 
     def begin(self) -> None:
-        """Makes the run directory, and shows what was decided."""
-        hosts = self.world.gather_objects(socket.gethostname())
+        """Makes the run directory, and shows what was decided. No collective: it may be refused on rank 0 alone."""
         if not self.world.is_main:
             return
         self.directory.create()
         self.directory.write_config(dump(self.config))
-        self.directory.write_environment(collect() | {"hosts": hosts})
+        self.directory.write_environment(collect() | {"hosts": self.hosts})
         vocabulary_of(self.state.policy.tokenizer).save(self.path / "rollouts" / "vocabulary.json")
         self.state.rewards.copy_into(self.path)
         self._status("running", None, "")
@@ -66,6 +72,7 @@ class Output:
         self.directory.append_metrics({"step": step} | metrics)
         if log.rollouts_every and step % log.rollouts_every == 0:
             self.directory.write_rollouts(step, rows)
+        self._note_cuts(metrics)
         for note in self._untold():
             say(note)
         if step % log.every == 0 or step == self.state.steps:
@@ -109,6 +116,22 @@ class Output:
         text = sample_block(by_reward[-1], by_reward[0])
         self.directory.write_samples(step, text + "\n")
         say(text)
+
+    def _note_cuts(self, metrics: dict[str, float]) -> None:
+        if len(self.cut) == CUT_STEPS:
+            return
+        self.cut.append(metrics["truncated_fraction"])
+        share = sum(self.cut) / len(self.cut)
+        if len(self.cut) == min(CUT_STEPS, self.state.steps) and share > CUT_SHARE:
+            tokenizer, stop_ids = self.state.policy.tokenizer, self.state.decoder.stop_ids
+            ends = [f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)})" for token_id in stop_ids]
+            ends += [repr(text) for text in self.config.rollout.stop]
+            self.state.notes.append(
+                f"{share:.0%} of the completions of the first {len(self.cut)} steps were cut off at "
+                f"rollout.max_new_tokens = {self.config.rollout.max_new_tokens}, and were scored unfinished. What ends a completion: "
+                f"{', '.join(ends) or 'nothing'}. Fix: a larger rollout.max_new_tokens; or, where the samples show "
+                "finished answers that run on, name their end in rollout.stop."
+            )
 
     def _status(self, state: RunState, exit_code: int | None, reason: str) -> None:
         self.directory.status(

@@ -40,17 +40,20 @@ class State:
     kl_coefficient: float = 0.0
     """Of the current step; the adaptive controller's state."""
     nonfinite_in_a_row: int = 0
+    nonfinite_losses: list[str] = field(default_factory=list)
+    """Losses of this rank since the last optimizer step that are NaN or infinite, in words."""
     notes: list[str] = field(default_factory=list)
     """What the user should read once, in the order it came up."""
 
     def hook_context(self, groups: list[Group]) -> HookContext:
-        """What a before-rollout hook may look at; ``longest_prompt`` is that of all ranks' prompts in this step."""
+        """What a before-rollout hook may look at; a collective, since ``longest_prompt`` is that of all ranks' prompts."""
+        longest = max((len(group.prompt.ids) for group in groups), default=0)
         return HookContext(
             step=self.step,
             policy=self.policy.causal,
             reference=self.reference.copy.causal if self.reference and self.reference.copy else None,
             tokenizer=self.policy.tokenizer,
-            longest_prompt=max((len(group.prompt.ids) for group in groups), default=0),
+            longest_prompt=int(self.world.all_reduce_max([longest])[0]),
             max_new_tokens=self.config.rollout.max_new_tokens,
             world_rank=self.world.rank,
         )

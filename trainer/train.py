@@ -8,7 +8,7 @@ from trainer.checkpoint.export import export
 from trainer.collect import sample, score, set_advantages, share, trained
 from trainer.data.order import prompts_for_step
 from trainer.errors import RunEnd
-from trainer.evaluate import evaluate
+from trainer.evaluate import Evaluation, answer_and_score, gathered
 from trainer.measure import Stopwatch, measure_rollout, step_metrics
 from trainer.minibatch import make_micro_batches
 from trainer.output import Output
@@ -32,7 +32,8 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     set_kl_coefficient(state)
 
     # 1. G completions of each prompt, with the log-probs of their sampler.
-    together(world, lambda: run_hooks(state.hooks, state.hook_context(groups)))
+    context = state.hook_context(groups)
+    state.notes += together(world, lambda: run_hooks(state.hooks, context))
     with state.engine.gathered():
         completions = together(world, lambda: sample(state, groups))
     clock.lap("rollout")
@@ -74,6 +75,7 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     clock.lap("update")
 
     measure_rollout(completions, sums)
+    sums.maximum("kl_coef", state.kl_coefficient)
     metrics = step_metrics(world, sums, clock.seconds)
     control_kl(state, metrics.get("kl"))
     return metrics, completions
@@ -100,18 +102,18 @@ def evaluate_now(state: State, output: Output) -> None:
     if not state.eval_prompts:
         return
     with state.engine.gathered():
-        result = together(
+        sampled, greedy = together(
             state.world,
-            lambda: evaluate(
+            lambda: answer_and_score(
                 state.decoder,
                 lambda completions: state.notes.extend(state.rewards.score(completions, state.step).messages),
                 state.eval_prompts,
-                step=state.step,
                 generations=state.config.eval.num_generations,
                 world=state.world,
             ),
         )
-    output.evaluation(result)
+    prompts = len(state.eval_prompts)
+    output.evaluation(Evaluation(state.step, gathered(sampled, prompts, state.world), gathered(greedy, prompts, state.world)))
 
 
 def together(world: World, work: Callable[[], T]) -> T:

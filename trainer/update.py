@@ -1,5 +1,6 @@
 """The second half of a step: from scored completions to moved weights."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -96,10 +97,13 @@ def take_step(state: State, sums: Sums) -> None:
     state.updates += 1
     state.nonfinite_in_a_row = 0 if outcome.applied else state.nonfinite_in_a_row + 1
     sums.maximum("lr", rate)
+    losses, state.nonfinite_losses = state.nonfinite_losses, []
     if outcome.applied:
         sums.maximum("grad_norm", outcome.grad_norm)
         return
-    message = f"step {state.step + 1}: the gradient norm is {outcome.grad_norm} on some rank; no rank updated"
+    found = [loss for part in state.world.gather_objects(losses) for loss in part]
+    cause = ", ".join(found[:8]) or "every loss was finite, so it arose in the backward pass"
+    message = f"step {state.step + 1}: the gradient norm is {outcome.grad_norm} ({cause}); no rank updated"
     state.notes.append(message)
     if state.nonfinite_in_a_row >= state.config.watch.max_nonfinite_steps:
         raise Stopped(
@@ -134,11 +138,13 @@ def measure_pass(
 ) -> None:
     """Sums and counts of one pass, as Python floats: a tensor kept for the log would keep its graph alive."""
     tokens = len(batch.rows.targets)
+    if not math.isfinite(loss := float(loss_sum)):
+        state.nonfinite_losses.append(f"rank {state.world.rank}: loss {loss}")
     sums.add("clip_fraction", float(clipped.sum()), tokens)
     if not first:
         return
     # Measured before the update, so that step 1 shows a KL of 0.
-    sums.add("loss", float(loss_sum), 0)
+    sums.add("loss", loss, 0)
     sums.add("entropy", float(scores.entropy.double().sum()), tokens)
     if batch.reference is not None:
         kl = kl_of(state, batch, scores).double()

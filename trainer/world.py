@@ -76,9 +76,15 @@ def connect(device: str, *, timeout_seconds: float) -> World:
     chosen = _device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds), rank=rank, world_size=size
-    )
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), rank=rank, world_size=size)
+    except (ValueError, RuntimeError) as error:
+        described = ", ".join(f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        raise Refused(
+            f"the ranks cannot meet: {str(error).splitlines()[0]} The launcher's variables: {described}. "
+            "Fix: start with deepspeed or torchrun, which set all of them, or unset them for a run of one rank."
+        ) from error
     return World(rank=rank, size=size, local_rank=local_rank, device=chosen)
 
 

@@ -53,7 +53,7 @@ def run_cell(cell: dict[str, Any], folder: Path, world: World, plain: dict[str, 
     return cell | {
         "update": error / target.grad_norm,
         "loss": abs(metrics["loss"] - target.loss) / max(abs(target.loss), 0.1),
-        "kl": abs(metrics["kl"] - target.kl) / abs(target.kl),
+        "kl": abs(metrics["kl"] - target.kl) / max(abs(target.kl), 0.1),
         "grad_norm": abs(metrics["grad_norm"] - target.grad_norm) / target.grad_norm,
         "norm": target.grad_norm,
         "fingerprint": [float(update[name].sum()) for name in sorted(update)][:6],

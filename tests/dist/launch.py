@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,23 +30,26 @@ def run_ranks(arguments: Sequence[str], ranks: int, port: int, *, timeout: float
         # gloo mixes up unlike shapes without a word, unless asked to compare them.
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     }
+    # To files: a pipe that nobody reads while another rank is waited for fills up, and stops its rank in a write.
+    outputs = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(ranks)]
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
             env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | variables,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
         )
-        for rank in range(ranks)
+        for rank, output in enumerate(outputs)
     ]
+    deadline = time.monotonic() + timeout
     found = []
-    for process in processes:
+    for process, output in zip(processes, outputs, strict=True):
         try:
-            output, _ = process.communicate(timeout=timeout)
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            output, _ = process.communicate()
-        found.append(Rank(process.returncode, output))
+            process.wait()
+        output.seek(0)
+        found.append(Rank(process.returncode, output.read()))
+        output.close()
     return found

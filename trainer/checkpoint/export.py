@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import torch
-from peft import get_peft_model_state_dict
 from torch import Tensor
 
 from trainer.engine import ZeroEngine
 from trainer.errors import Stopped
-from trainer.models.policy import Policy
+from trainer.models.policy import Policy, adapter_weights
 from trainer.world import World
 
 
@@ -32,7 +31,7 @@ def _write(policy: Policy, target: Path) -> None:
         _refuse_empty(weights)
         policy.causal.save_pretrained(target, state_dict=weights)
     else:
-        weights = get_peft_model_state_dict(policy.peft, adapter_name="default")
+        weights = adapter_weights(policy.peft)
         _refuse_empty(weights)
         policy.peft.save_pretrained(target, selected_adapters=["default"])
     policy.tokenizer.save_pretrained(target)

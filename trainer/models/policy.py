@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PretrainedConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
 from trainer.models import rope
+from trainer.models.rope_fields import check_config_json
 
 REFERENCE_ADAPTER = "reference"
 """Name of the frozen copy of the start adapter, beside the trained "default"."""
@@ -70,9 +71,11 @@ def load_generation_config(model: Model) -> GenerationConfig:
         return GenerationConfig()
 
 
-def load_policy(model: Model, lora: Lora, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> Policy:
+def load_policy(
+    model: Model, config: PretrainedConfig, lora: Lora, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> Policy:
     """Loads the weights, refuses incomplete ones, adds or continues the adapter, and turns dropout off."""
-    causal = load_causal(model, dtype)
+    causal = load_causal(model, config, dtype)
     generation_config = causal.generation_config or GenerationConfig()  # with a GGUF file, its stop ids are only here
     # A clean one in its place: fields left unset in a generate() call are filled from it, and Qwen's checkpoints
     # carry top_k and repetition_penalty, which would make the sampled distribution another than the scored one.
@@ -85,14 +88,25 @@ def load_policy(model: Model, lora: Lora, tokenizer: PreTrainedTokenizerBase, dt
     return policy
 
 
-def load_causal(model: Model, dtype: torch.dtype) -> PreTrainedModel:
+def load_config(model: Model) -> tuple[PretrainedConfig, list[str]]:
+    """The model's config with the RoPE scaling that was asked for, checked, and what the user should know of it."""
+    notes: list[str] = []
+    if not model.gguf_file:
+        revision = {"revision": model.revision} if model.revision else {}
+        raw, _ = _loaded(model, lambda: PretrainedConfig.get_config_dict(model.name_or_path, **revision))
+        notes += check_config_json(raw, f"{model.name_or_path}: config.json")
+    config = _loaded(model, lambda: AutoConfig.from_pretrained(model.name_or_path, **_source(model)))
+    if (request := rope.requested(model.rope)) is not None:
+        notes += rope.apply(config, request)
+    return config, notes
+
+
+def load_causal(model: Model, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The bare model in ``dtype``; weights that the files lack are an error, not a random start."""
     arguments = _source(model)
-    request = rope.requested(model.rope)
-    config = None
-    if request is not None:
-        config = _loaded(model, lambda: AutoConfig.from_pretrained(model.name_or_path, **arguments))
-        rope.apply(config, request)
+    if model.gguf_file:
+        # Plain weights: left in GGUF blocks they could not be trained, nor saved.
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
     causal, info = _loaded(
         model,
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -148,6 +162,11 @@ def reference_adapter(peft: PeftModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._active_adapter = ["default"]
+
+
+def adapter_weights(peft: PeftModel) -> dict[str, torch.Tensor]:
+    """The trained adapter's tensors under the names that PEFT saves, without the frozen start adapter's."""
+    return get_peft_model_state_dict(peft, adapter_name="default")
 
 
 def _fresh(causal: PreTrainedModel, lora: Lora) -> PeftModel:

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from trainer.config import RunConfig, warnings
 from trainer.config.deepspeed_json import resolve
@@ -14,7 +15,7 @@ from trainer.data.prompts import PromptSets, load_prompts
 from trainer.data.stops import StopIds, declared_eos, stop_ids
 from trainer.engine import ZeroEngine
 from trainer.errors import Refused
-from trainer.models.policy import Policy, load_generation_config, load_policy, load_tokenizer, resolve_dtype
+from trainer.models.policy import Policy, load_config, load_generation_config, load_policy, load_tokenizer, resolve_dtype
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
@@ -36,6 +37,7 @@ class Checked:
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
+    model_config: PretrainedConfig
     prompts: PromptSets
     rewards: RewardRuntime
     hooks: list[Callable[[HookContext], object]]
@@ -49,8 +51,12 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
     notes = list(warnings(config))
     dtype, why = resolve_dtype(config.model.dtype, world.device)
     notes.append(f"device {world.device.type}, {world.size} rank(s), {str(dtype).removeprefix('torch.')} ({why})")
+    # For its refusals; the hidden size, which only fills in sizes of buffers, comes with the weights.
+    resolve(config, world.size, dtype=_precision(dtype), hidden_size=1)
     rewards = RewardRuntime(config.reward, folder)
     hooks = load_hooks(config.hooks.before_rollout)
+    model_config, model_notes = load_config(config.model)
+    notes += model_notes
     tokenizer = load_tokenizer(config.model)
     if config.lora.start_adapter:
         _, adapter_notes = start_adapter_base(config.lora.start_adapter, config.model.name_or_path)
@@ -63,7 +69,12 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
             raise Refused("rewards and data do not fit:\n" + "\n".join(problems))
         steps = _steps(config, len(prompts.train))
     notes += prompts.notes
-    return Checked(config, tokenizer, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes)
+    rollout = config.rollout
+    notes.append(
+        f"{steps} steps of {rollout.prompts_per_step} prompts x {rollout.num_generations} completions = "
+        f"{config.completions_per_step} completions, {config.grpo.updates_per_rollout} update(s) each"
+    )
+    return Checked(config, tokenizer, model_config, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes)
 
 
 @dataclass(frozen=True)
@@ -80,10 +91,12 @@ def load_models(checked: Checked, world: World) -> Models:
     """Loads the weights, makes the reference, and runs the hooks for the longest prompt of all."""
     config, tokenizer = checked.config, checked.tokenizer
     torch.manual_seed(config.run.seed)  # new LoRA weights: the same on every rank
-    policy = load_policy(config.model, config.lora, tokenizer, checked.dtype)
+    policy = load_policy(config.model, checked.model_config, config.lora, tokenizer, checked.dtype)
     check_embedding_rows(policy.causal, tokenizer)
     stops = stop_ids(tokenizer, policy.generation_config)
     checked.notes.extend(stops.notes)
+    named = ", ".join(f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)})" for token_id in stops.ids)
+    checked.notes.append(f"a completion ends with token {named or 'none'}, or after {config.rollout.max_new_tokens} tokens")
     scorer = TokenScorer(policy.causal.to(world.device), config.rollout.temperature)
     check_head(scorer)
     reference = None
@@ -118,7 +131,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     deepspeed_config = resolve(
         config,
         world.size,
-        dtype="bf16" if checked.dtype == torch.bfloat16 else "fp32",
+        dtype=_precision(checked.dtype),
         hidden_size=causal.config.get_text_config(decoder=True).hidden_size,
     )
     engine = ZeroEngine(models.scorer, config.optim, deepspeed_config, world)
@@ -140,6 +153,10 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
         token_budget=AUTO_TOKENS[world.device.type] if budget == "auto" else budget,
         notes=checked.notes,
     )
+
+
+def _precision(dtype: torch.dtype) -> Literal["bf16", "fp32"]:
+    return "bf16" if dtype == torch.bfloat16 else "fp32"
 
 
 def _steps(config: RunConfig, prompts: int) -> int:

@@ -15,7 +15,16 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     "reference.mode": (("zero3",), '"auto"'),
 }
 # Keys that only take their default yet.
-FIXED = ("watch.level", "watch.on_alarm", "watch.checksum_every", "checkpoint.every")
+FIXED = (
+    "watch.level",
+    "watch.on_alarm",
+    "watch.checksum_every",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "eval.best_metric",
+    "log.report_to",
+    "log.histogram_every",
+)
 REWARD_KINDS = ("python", "builtin")
 
 
