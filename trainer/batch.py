@@ -44,6 +44,8 @@ class Completion:
     """Each reward by name; None where that reward did not score the row."""
     reward: float | None = None
     """The weighted sum; None = unscored, which leaves the group statistics and the loss."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What reward functions logged of it with log_extra, by column."""
     kl_penalty: float = 0.0
     """coefficient * sum of the tokens' KL, taken off the reward where grpo.kl.placement = "reward"."""
     advantage: float = 0.0

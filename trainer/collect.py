@@ -7,9 +7,9 @@ import torch
 
 from trainer.algorithm.advantages import group_advantages
 from trainer.batch import Completion, Prompt
-from trainer.errors import Refused
 from trainer.record.metrics import Sums
 from trainer.record.rollout_rows import read_rollouts
+from trainer.rewards.runtime import total_reward
 from trainer.rollout.hf import Group
 from trainer.state import State
 from trainer.world import World
@@ -31,28 +31,22 @@ def recorded(state: State) -> list[Completion]:
     """This rank's groups of the recorded step, with their recorded rewards; advantages are computed anew."""
     rows = read_rollouts(Path(state.config.rollout.replay), state.step + 1)
     tokenizer = state.policy.tokenizer
+    weights = {reward.name: reward.weight for reward in state.config.reward}
     completions = []
     for row in rows:
         if row["group"] % state.world.size != state.world.rank:
             continue
-        prompt = recorded_prompt(row)
-        weights = {reward.name: reward.weight for reward in state.config.reward}
-        if weights and set(weights) != set(row["rewards"]):
-            raise Refused(
-                f"rollout.replay = {state.config.rollout.replay}: step {state.step + 1} has the rewards "
-                f"{sorted(row['rewards'])}, the run file {sorted(weights)}. Fix: name the same ones, or leave [[reward]] out."
-            )
         completions.append(
             Completion(
                 group=row["group"],
                 generation=row["index"],
-                prompt=prompt,
+                prompt=recorded_prompt(row),
                 ids=tuple(row["completion_ids"]),
                 sampling_logps=tuple(row["sampling_logps"]),
                 finish=row["finish"],
                 text=tokenizer.decode(row["completion_ids"], skip_special_tokens=True),
                 rewards=row["rewards"],
-                reward=total_reward(row["rewards"], weights),
+                reward=recorded_reward(row, weights),
             )
         )
     return completions
@@ -63,15 +57,9 @@ def recorded_prompt(row: dict[str, Any]) -> Prompt:
     return Prompt(row["row"], row.get("prompt", ""), tuple(row["prompt_ids"]), None, row.get("columns", {}))
 
 
-def total_reward(rewards: dict[str, float | None], weights: dict[str, float]) -> float | None:
-    """The weighted sum; None as soon as a reward that counts is missing."""
-    total = 0.0
-    for name, value in rewards.items():
-        weight = weights.get(name, 1.0)
-        if weight and value is None:
-            return None
-        total += weight * (value or 0.0)
-    return total
+def recorded_reward(row: dict[str, Any], weights: dict[str, float]) -> float | None:
+    """The sum by today's weights. A recorded ``reward`` of null stays unscored: one of its parts had failed."""
+    return None if row.get("reward", 0.0) is None else total_reward(row["rewards"], weights)
 
 
 def score(state: State, completions: list[Completion], sums: Sums) -> None:
@@ -83,6 +71,9 @@ def score(state: State, completions: list[Completion], sums: Sums) -> None:
         state.notes.append(message)
     for name, (total, count) in result.metrics.items():
         sums.add(name, total, count)
+    for name, values in result.columns.items():
+        for completion, value in zip(completions, values, strict=True):
+            completion.extra[name] = value
 
 
 def trained(completions: list[Completion], mask_truncated: bool) -> list[Completion]:

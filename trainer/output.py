@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.batch import Completion
-from trainer.config import RunConfig, dump
+from trainer.config import Model, RunConfig, dump
 from trainer.errors import Refused
 from trainer.evaluate import Evaluation, Score, rise
 from trainer.launcher import say
@@ -103,7 +103,7 @@ class Output:
             sampled = f"sampled at T={self.config.rollout.temperature:g}, {self.config.eval.num_generations} a prompt"
             table = [_line(sampled, before.sampled, after.sampled), _line("greedy", before.greedy, after.greedy)]
             say("\n" + before_after_table(table, len(self.state.eval_prompts)))
-        say(f"\n{target.name}: {target}\n{_how_to_load(target, self.config.model.name_or_path)}")
+        say(f"\n{target.name}: {target}\n{_how_to_load(target, self.config.model)}")
 
     def end(self, state: RunState, exit_code: int, reason: str) -> None:
         """The last word in run_status.json."""
@@ -156,7 +156,8 @@ def _line(name: str, before: Score, after: Score) -> BeforeAfter:
     return BeforeAfter(name, before.mean, before.stderr, after.mean, after.stderr, error)
 
 
-def _how_to_load(target: Path, base: str) -> str:
+def _how_to_load(target: Path, model: Model) -> str:
     if target.name == "model":
         return f'load it: AutoModelForCausalLM.from_pretrained("{target}")'
-    return f'load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{target}")'
+    gguf = f', gguf_file="{model.gguf_file}", quantization_config=GgufConfig(dequantize=True)' if model.gguf_file else ""
+    return f'load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{model.name_or_path}"{gguf}), "{target}")'

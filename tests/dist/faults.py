@@ -312,7 +312,10 @@ def main() -> None:
     folder, results = (Path(argument) for argument in sys.argv[1:3])
     world = connect("cpu", timeout_seconds=60)
     found: Found = {}
+    import os, time
     for cell in CELLS:
+        if os.environ.get("CELLS") and cell.__name__ not in os.environ["CELLS"]: continue
+        print("===", cell.__name__, time.process_time(), time.strftime("%X"), flush=True)
         try:
             mine: Found = cell(folder, world)
         except Exception:  # the other cells are worth having all the same

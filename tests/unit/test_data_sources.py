@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.batch import Prompt
-from trainer.data.shapes import answer_problems, map_columns, reward_columns
+from trainer.data.shapes import map_columns, reward_columns
 from trainer.data.sources import Source, read_rows
 from trainer.data.table import Table, numbered
 from trainer.errors import Refused
@@ -241,17 +241,10 @@ def test_a_named_column_that_is_not_there_lists_those_that_are():
         map_columns(table, "gold", "gold")
 
 
-def test_missing_answers_stay_missing_and_can_be_listed():
+def test_missing_answers_stay_missing():
     rows: list[dict[str, Any]] = [{"query": "q", "chosen": chosen} for chosen in ("yes", "", None, 0, "  ")] + [
         {"query": "q"}
     ]
     columns = map_columns(numbered(rows, "t"))
     prompts = [Prompt(place, "q", (1,), None, reward_columns(row, columns)) for place, row in enumerate(rows)]
     assert [prompt.columns["answer"] for prompt in prompts] == ["yes", "", None, 0, "  ", None]
-    assert answer_problems(prompts) == [
-        "row 2: the answer is empty",
-        "row 3: the answer is missing",
-        "row 5: the answer is empty",
-        "row 6: the answer is missing",
-    ]
-    assert answer_problems([Prompt(0, "q", (1,), None, {})]) == ["row 1: there is no answer column"]

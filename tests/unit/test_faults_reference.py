@@ -137,7 +137,7 @@ def test_b64_a_tokenizer_with_more_tokens_than_rows_is_refused_before_the_engine
         start(folder, world)
 
 
-def test_i4_b61_b62_an_exported_adapter_is_the_policy_for_plain_peft(folder: Path, world: World, tmp_path: Path) -> None:
+def test_i4_b62_an_exported_adapter_is_the_policy_for_plain_peft(folder: Path, world: World, tmp_path: Path) -> None:
     state = start(folder, world, {"optim.lr": 5.0})
     step(state)
     target = export(state.policy, state.engine, world, tmp_path)

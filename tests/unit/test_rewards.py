@@ -84,7 +84,9 @@ def runtime(folder: Path, *functions: str, max_steps: int | None = None, **keys:
         Reward(name=f"r{i}", kind="python", function=f"rewards.py:{function}", **keys)
         for i, function in enumerate(functions)
     ]
-    return RewardRuntime(sections, folder, max_steps)
+    rewards = RewardRuntime(sections, folder)
+    rewards.max_steps = max_steps
+    return rewards
 
 
 def row(text: str, *, index: int = 0, chat: bool = False, **columns: Any) -> Completion:

@@ -167,11 +167,11 @@ def test_references_that_cannot_be_used_are_found_before_the_first_rollout() -> 
     assert runtime("last_number").check(prompts("#### 1", "2")) == []
     [problem] = runtime("last_number").check(prompts("1", "yes", "no"))
     assert problem == (
-        "reward 'r' (last_number) cannot score 2 rows: 1, 2; row 1: ValueError: the answer 'yes' holds no number"
+        "reward 'r' (last_number) cannot score 2 rows: 2, 3; row 2: ValueError: the answer 'yes' holds no number"
     )
     [problem] = runtime("math_verify").check(prompts("1", "$ $"))
-    assert "cannot score 1 row: 1" in problem
+    assert "cannot score 1 row: 2" in problem
     [problem] = runtime("exact_match").check(prompts("1", " ", None))
-    assert "reads 'answer', which is missing or empty in 2 rows: 1, 2" in problem
+    assert "reads 'answer', which is missing or empty in 2 rows: 2, 3" in problem
     [problem] = runtime("reasoning_gym").check([row("", index=4, entry={"answer": "1"}, source="no_such_task").prompt])
-    assert "1 row: 4" in problem and "no_such_task" in problem
+    assert "1 row: 5" in problem and "no_such_task" in problem

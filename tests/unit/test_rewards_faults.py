@@ -135,7 +135,7 @@ def test_b44_none_is_not_replaced_by_the_fallback_for_failures(tmp_path: Path) -
 def test_b44_what_is_no_finite_number_ends_the_run(tmp_path: Path, expression: str, value: str, advice: str) -> None:
     with pytest.raises(Stopped) as stop:
         returns(tmp_path, expression)
-    assert f"reward 'r' (judge.py:f) returned {value} for row 11 generation 0" in str(stop.value)
+    assert f"reward 'r' (judge.py:f) returned {value} for row 12 generation 1" in str(stop.value)
     assert advice in str(stop.value)
 
 
@@ -177,7 +177,7 @@ def test_b45_only_the_row_that_raises_is_unscored(tmp_path: Path) -> None:
     assert [c.reward for c in rows] == [1.0, 1.0, None, 1.0]
     assert rewards._functions[0].function.__globals__["calls"] == [4, 4, 1, 1, 1, 1]
     assert result.messages == [
-        "reward 'r' (judge.py:f), step 7, unscored: KeyError: 'task' (judge.py:7): row 11 generation 0"
+        "reward 'r' (judge.py:f), step 7, unscored: KeyError: 'task' (judge.py:7): row 12 generation 1"
     ]
     # What failed calls logged is forgotten; columns stay aligned with the completions.
     assert result.metrics == {"rewards/r/failed_fraction": (1.0, 4), "seen": (3.0, 3)}
@@ -223,7 +223,7 @@ def test_b45_too_many_failures_end_the_run(tmp_path: Path, max_unscored: float, 
     with pytest.raises(Stopped) as stop:
         rewards.score(four(), 0)
     assert f"failed on 1 of 4 completions in step 1, more than max_unscored = {max_unscored:g}" in str(stop.value)
-    assert "KeyError: 'task' (judge.py:7): row 11 generation 0" in str(stop.value)
+    assert "KeyError: 'task' (judge.py:7): row 12 generation 1" in str(stop.value)
 
 
 STUCK = {
@@ -251,7 +251,7 @@ def test_b45_a_stuck_function_leaves_its_rows_unscored_in_time(tmp_path: Path, s
     result = rewards.score(rows, 0)
     assert time.monotonic() - start < 1.0
     assert [c.reward for c in rows] == [None] * 4
-    assert "no answer within 0.2 s: row 10 generation 0, row 10 generation 1, row 11 generation 0" in result.messages[0]
+    assert "no answer within 0.2 s: row 11 generation 1, row 11 generation 2, row 12 generation 1" in result.messages[0]
 
 
 def test_b45_threads_of_a_stuck_function_do_not_hold_the_run(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_b45_an_async_function_that_raises_leaves_its_row_unscored(tmp_path: Pat
     rows = four()
     result = runtime(tmp_path, source, retries=0).score(rows, 0)
     assert [c.reward for c in rows] == [1.0, 1.0, None, 1.0]
-    assert "Error: service" in result.messages[0] and "row 11 generation 0" in result.messages[0]
+    assert "Error: service" in result.messages[0] and "row 12 generation 1" in result.messages[0]
 
 
 def test_b45_sys_exit_in_a_function_is_a_failure_and_an_interrupt_is_not(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_b46_rows_without_an_answer_are_listed_where_a_reward_reads_it(tmp_path:
     prompts = [prompt(i, chosen="" if i >= 5 else "yes", answer="4") for i in range(30)]
     assert problems(tmp_path, "def f(completions, answer, **kwargs):", *prompts) == []
     [problem] = problems(tmp_path, "def f(completions, chosen):", *prompts)
-    rows = ", ".join(str(i) for i in range(5, 25))
+    rows = ", ".join(str(i) for i in range(6, 26))
     assert f"reads 'chosen', which is missing or empty in 25 rows: {rows} and 5 more" in problem
     # A column of another meaning may be empty, and so may an answer that a function can do without.
     assert problems(tmp_path, "def f(completions, hint, answer=None):", prompt(hint=None), prompt(answer="")) == []

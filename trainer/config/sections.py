@@ -89,8 +89,8 @@ class Data(Section):
     source: str = Field(
         default="",
         description=(
-            "Prompts: a .jsonl, .json, .csv or .parquet file, a folder, or a data set on the hub. Needed unless"
-            " rollout.replay is given."
+            "Prompts: a .jsonl, .json, .csv or .parquet file, a folder, a data set on the hub, or"
+            ' "reasoning_gym:TASK?arg=value". Needed unless rollout.replay is given.'
         ),
     )
     config: str = Field(default="", description='Configuration of a hub data set, for example "main".')
@@ -103,15 +103,27 @@ class Data(Section):
         default=0.0, ge=0, lt=1, description="Share of the prompts held out for evaluation, drawn with data.seed."
     )
     prompt_column: str = Field(
-        default="", description='Column of the prompt: a string or a list of messages. "": "prompt".'
+        default="",
+        description=(
+            'Column of the prompt: a string or a list of messages. "": the one called prompt, query, question, problem,'
+            " messages, input or instruction."
+        ),
     )
     answer_column: str = Field(
         default="",
-        description='Column of the right answer, given to rewards as `answer`. "": "answer", where there is one.',
+        description=(
+            'Column of the right answer, given to rewards as `answer`. "": the one called answer, reference_answer,'
+            " chosen, label, solution, target or output, where there is one."
+        ),
     )
     system: str = Field(default="", description='System message put before each prompt. "": none added.')
     chat_template: Literal["auto", "on", "off"] = Field(
-        default="auto", description='Render prompts with the tokenizer\'s chat template. "auto": when it has one.'
+        default="auto",
+        description=(
+            'Render string prompts as a user message with the tokenizer\'s chat template; messages always are. "auto":'
+            " when the model is a chat model, that is, when the token that ends a turn of its template is an end token"
+            " it declares."
+        ),
     )
     chat_template_kwargs: dict[str, JsonValue] = Field(
         default_factory=dict,

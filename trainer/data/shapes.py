@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.batch import Prompt
 from trainer.data.table import Table
 from trainer.errors import Refused
 
@@ -49,21 +48,6 @@ def reward_columns(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     if columns.answer is not None:
         kept[columns.answer] = kept["answer"] = row.get(columns.answer)
     return kept
-
-
-def answer_problems(prompts: Sequence[Prompt]) -> list[str]:
-    """One line for each prompt without an answer: `row 7: the answer is empty`. For rewards that read it."""
-    problems = []
-    for prompt in prompts:
-        if "answer" not in prompt.columns:
-            problems.append(f"row {prompt.index + 1}: there is no answer column")
-            continue
-        match prompt.columns["answer"]:
-            case None:
-                problems.append(f"row {prompt.index + 1}: the answer is missing")
-            case str() as text if not text.strip():
-                problems.append(f"row {prompt.index + 1}: the answer is empty")
-    return problems
 
 
 def _named(table: Table, key: str, name: str) -> str | None:

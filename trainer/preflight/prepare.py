@@ -19,6 +19,7 @@ from trainer.models.policy import Policy, load_config, load_generation_config, l
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
+from trainer.preflight.offload import check_offload
 from trainer.preflight.replay import check_replay
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hf import Decoder
@@ -52,7 +53,7 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
     dtype, why = resolve_dtype(config.model.dtype, world.device)
     notes.append(f"device {world.device.type}, {world.size} rank(s), {str(dtype).removeprefix('torch.')} ({why})")
     # For its refusals; the hidden size, which only fills in sizes of buffers, comes with the weights.
-    resolve(config, world.size, dtype=_precision(dtype), hidden_size=1)
+    check_offload(resolve(config, world.size, dtype=_precision(dtype), hidden_size=1))
     rewards = RewardRuntime(config.reward, folder)
     hooks = load_hooks(config.hooks.before_rollout)
     model_config, model_notes = load_config(config.model)
@@ -68,6 +69,7 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
         if problems := rewards.check(prompts.train + prompts.eval):
             raise Refused("rewards and data do not fit:\n" + "\n".join(problems))
         steps = _steps(config, len(prompts.train))
+    rewards.max_steps = steps
     notes += prompts.notes
     rollout = config.rollout
     notes.append(

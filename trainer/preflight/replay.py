@@ -27,10 +27,12 @@ def check_replay(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     vocabulary = recorded[0].parent / "vocabulary.json"
     if vocabulary.is_file():
         check_same(vocabulary_of(tokenizer), Vocabulary.load(vocabulary), f"rollout.replay = {folder}")
+    names = {reward.name for reward in config.reward}
     prompts: dict[int, Prompt] = {}
     for step in range(1, steps + 1):
         for number, row in enumerate(read_rollouts(folder, step), 1):
             _check_ids(folder, step, number, row["prompt_ids"] + row["completion_ids"], len(tokenizer))
+            _check_rewards(folder, step, number, row["rewards"], names)
             prompts[row["row"]] = recorded_prompt(row)
     return PromptSets(train=list(prompts.values()), eval=[], notes=[f"replaying {steps} recorded steps of {folder}"]), steps
 
@@ -41,4 +43,12 @@ def _check_ids(folder: Path, step: int, number: int, ids: list[int], size: int) 
         raise Refused(
             f"rollout.replay = {folder}: step {step}, row {number} holds token {beyond[0]}, beyond this tokenizer's {size}. "
             "Fix: replay with the model that recorded it."
+        )
+
+
+def _check_rewards(folder: Path, step: int, number: int, recorded: dict[str, float | None], names: set[str]) -> None:
+    if names and names != set(recorded):
+        raise Refused(
+            f"rollout.replay = {folder}: step {step}, row {number} has the rewards {', '.join(sorted(recorded)) or 'none'}, "
+            f"the run file {', '.join(sorted(names))}. Fix: name the same ones, or leave [[reward]] out."
         )

@@ -52,7 +52,7 @@ def row(completion: Completion, step: int) -> dict[str, Any]:
         "reward": completion.reward,
         "advantage": completion.advantage,
         "finish": completion.finish,
-        "columns": {name: json_safe(value) for name, value in prompt.columns.items()},
+        "columns": {name: json_safe(value) for name, value in (prompt.columns | completion.extra).items()},
     }
 
 

@@ -101,14 +101,14 @@ def mismatches(signature: Signature, prompts: Sequence[Prompt], *, strict: bool)
                 "Name a column of the data, or give the parameter a default value"
             )
         elif strict or name in ANSWER_COLUMNS:
-            empty = [p.index for p in prompts if _is_empty(p.columns.get(name))]
+            empty = [p.index + 1 for p in prompts if _is_empty(p.columns.get(name))]
             if empty:
                 found.append(f"reads {name!r}, which is missing or empty in {in_rows(empty)}")
     return found
 
 
 def in_rows(rows: Sequence[int]) -> str:
-    """`1 row: 7`, `25 rows: 0, 1, 2, ... and 5 more`."""
+    """Row numbers from 1: `1 row: 7`, `25 rows: 1, 2, 3, ... and 5 more`."""
     shown = ", ".join(str(row) for row in rows[:20])
     more = f" and {len(rows) - 20} more" if len(rows) > 20 else ""
     return f"{len(rows)} row{'s' * (len(rows) > 1)}: {shown}{more}"

@@ -196,8 +196,8 @@ def unusable_rows(function: Callable[..., Any], signature: Signature, prompts: S
         try:
             function(**arguments(signature, [empty]))
         except Exception as error:  # a scorer of a library may raise anything
-            reason = reason or f"row {prompt.index}: {describe(error)}"
-            rows.append(prompt.index)
+            reason = reason or f"row {prompt.index + 1}: {describe(error)}"
+            rows.append(prompt.index + 1)
     return [f"cannot score {in_rows(rows)}; {reason}"] if rows else []
 
 

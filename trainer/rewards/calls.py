@@ -197,4 +197,4 @@ def _check_logged(scores: Scores, label: str) -> None:
 
 
 def row_name(completion: Completion) -> str:
-    return f"row {completion.prompt.index} generation {completion.generation}"
+    return f"row {completion.prompt.index + 1} generation {completion.generation + 1}"

@@ -1,6 +1,6 @@
 """The rewards of a run: resolved and checked before the first rollout, then asked once a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +32,12 @@ class RewardRuntime:
     """All [[reward]] sections of a run, as callables.
 
     Refused names everything wrong with them at once. ``run_file_dir`` is where "file.py:callable" is looked for.
-    ``max_steps`` is what functions read as trainer_state.max_steps.
     """
 
-    def __init__(self, rewards: Sequence[Reward], run_file_dir: Path, max_steps: int | None = None) -> None:
+    def __init__(self, rewards: Sequence[Reward], run_file_dir: Path) -> None:
         self.sections = tuple(rewards)
-        self.max_steps = max_steps
+        self.max_steps: int | None = None
+        """What functions read as trainer_state.max_steps; known once the data are."""
         self.folder = run_file_dir.resolve()
         self._files: dict[Path, ModuleType] = {}
         self._functions: list[RewardFunction] = []
@@ -73,11 +73,16 @@ class RewardRuntime:
         if not completions:  # a rank may have no share of a small step
             return result
         every = self._ask_all(completions, TrainerState(global_step=step, max_steps=self.max_steps))
+        failed: list[set[str]] = [set() for _ in completions]
         for section, reward, scores in zip(self.sections, self._functions, every, strict=True):
             _judge_failures(section, reward, scores, completions, step, result)
             _keep(reward, scores, completions, result)
-        for completion in completions:
-            completion.reward = self._weighted_sum(completion)
+            if section.fallback is None:
+                for i in scores.failures:
+                    failed[i].add(section.name)
+        weights = {section.name: section.weight for section in self.sections}
+        for completion, names in zip(completions, failed, strict=True):
+            completion.reward = total_reward(completion.rewards, weights, names)
         if all(completion.reward is None for completion in completions):
             result.messages.append(_none_scored(self.sections, completions, step))
         return result
@@ -114,16 +119,20 @@ class RewardRuntime:
                 scores |= dict(zip(waiting, pool.map(ask, waiting), strict=True))
         return [scores[i] for i in range(len(is_async))]
 
-    def _weighted_sum(self, completion: Completion) -> float | None:
-        total = 0.0
-        for section in self.sections:
-            value = completion.rewards[section.name]
-            if section.weight == 0:
-                continue
-            if value is None:
-                return None
-            total += section.weight * value
-        return total
+
+def total_reward(
+    rewards: Mapping[str, float | None], weights: Mapping[str, float], failed: Collection[str] = ()
+) -> float | None:
+    """The weighted sum of the rewards that score the row, as in TRL; None = unscored, where none does, or one that counts failed.
+
+    None among ``rewards`` is what the function returned: it does not apply to the row, as where the rows are several
+    tasks with a function each. One that failed should have applied: without it the sum would be of another scale.
+    """
+    counted = {name: value for name, value in rewards.items() if weights.get(name, 1.0)}
+    if counted.keys() & set(failed):
+        return None
+    scores = [weights.get(name, 1.0) * value for name, value in counted.items() if value is not None]
+    return sum(scores) if scores else None
 
 
 def _judge_failures(
@@ -165,10 +174,7 @@ def _keep(reward: RewardFunction, scores: Scores, completions: list[Completion],
 def _none_scored(sections: Sequence[Reward], completions: list[Completion], step: int) -> str:
     message = f"step {step + 1}: none of the {len(completions)} completions has a reward: nothing to learn from"
     if len(sections) > 1:
-        message += (
-            ". A completion counts only where every reward with a weight scores it: "
-            "return 0.0, not None, where a function does not apply"
-        )
+        message += ". Every reward with a weight returned None for it, or one of them failed"
     return message
 
 
