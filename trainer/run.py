@@ -95,6 +95,8 @@ def _await_signal(error: Exception, world: World) -> None:
 
 def preflight_run(config: RunConfig, folder: Path) -> int:
     """Everything that ``train`` checks before the first rollout, and nothing written."""
+    if config.run.dir:
+        check_directory(config)
     world = connect(config.engine.device, timeout_seconds=config.watch.hang_timeout)
     try:
         checked = check(config, folder, world)

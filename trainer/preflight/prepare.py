@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -37,6 +37,8 @@ class Checked:
     """What could be checked without the weights."""
 
     config: RunConfig
+    deepspeed: dict[str, Any]
+    """The configuration of the engine, every "auto" resolved."""
     tokenizer: PreTrainedTokenizerBase
     model_config: PretrainedConfig
     prompts: PromptSets
@@ -52,12 +54,17 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
     notes = list(warnings(config))
     dtype, why = resolve_dtype(config.model.dtype, world.device)
     notes.append(f"device {world.device.type}, {world.size} rank(s), {str(dtype).removeprefix('torch.')} ({why})")
-    # For its refusals; the hidden size, which only fills in sizes of buffers, comes with the weights.
-    check_offload(resolve(config, world.size, dtype=_precision(dtype), hidden_size=1))
     rewards = RewardRuntime(config.reward, folder)
     hooks = load_hooks(config.hooks.before_rollout)
     model_config, model_notes = load_config(config.model)
     notes += model_notes
+    deepspeed = resolve(
+        config,
+        world.size,
+        dtype="bf16" if dtype == torch.bfloat16 else "fp32",
+        hidden_size=model_config.get_text_config(decoder=True).hidden_size,
+    )
+    check_offload(deepspeed)
     tokenizer = load_tokenizer(config.model)
     if config.lora.start_adapter:
         _, adapter_notes = start_adapter_base(config.lora.start_adapter, config.model.name_or_path)
@@ -76,7 +83,7 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
         f"{steps} steps of {rollout.prompts_per_step} prompts x {rollout.num_generations} completions = "
         f"{config.completions_per_step} completions, {config.grpo.updates_per_rollout} update(s) each"
     )
-    return Checked(config, tokenizer, model_config, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes)
+    return Checked(config, deepspeed, tokenizer, model_config, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes)
 
 
 @dataclass(frozen=True)
@@ -130,13 +137,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     checkpointing = config.engine.gradient_checkpointing
     if checkpointing == "on" or (checkpointing == "auto" and world.device.type == "cuda"):
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    deepspeed_config = resolve(
-        config,
-        world.size,
-        dtype=_precision(checked.dtype),
-        hidden_size=causal.config.get_text_config(decoder=True).hidden_size,
-    )
-    engine = ZeroEngine(models.scorer, config.optim, deepspeed_config, world)
+    engine = ZeroEngine(models.scorer, config.optim, checked.deepspeed, world)
     # Train mode is what gradient checkpointing is tied to; there is no dropout left that it could switch on.
     engine.module.train()
     budget = config.engine.token_budget
@@ -155,10 +156,6 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
         token_budget=AUTO_TOKENS[world.device.type] if budget == "auto" else budget,
         notes=checked.notes,
     )
-
-
-def _precision(dtype: torch.dtype) -> Literal["bf16", "fp32"]:
-    return "bf16" if dtype == torch.bfloat16 else "fp32"
 
 
 def _steps(config: RunConfig, prompts: int) -> int:
