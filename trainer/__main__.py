@@ -19,8 +19,12 @@ RANK = int(os.environ.get("RANK") or 0)
 def train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Train on the run file; every problem is found before the first rollout."""
     from trainer.config import load
+    from trainer.record.run_dir import RunDirectory
 
     config = load(arguments.run_file, overrides)
+    if not config.run.dir:
+        raise Refused('run.dir is not set. Expected the directory that this run writes. Fix: [run] dir = "runs/first".')
+    RunDirectory(config.run.dir).check()
     if arguments.gpus is not None and arguments.gpus < 1:
         raise Refused(f"--gpus {arguments.gpus}: expected the number of ranks, 1 or more.")
     if arguments.gpus and "RANK" not in os.environ:
@@ -37,7 +41,11 @@ def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check everything, load the model, train nothing."""
     from trainer.config import load
 
+    from trainer.record.run_dir import RunDirectory
+
     config = load(arguments.run_file, overrides)
+    if config.run.dir:
+        RunDirectory(config.run.dir).check()
     quiet_libraries()
     from trainer.run import preflight_run
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from trainer.batch import Completion
 from trainer.config import Model, RunConfig, dump
-from trainer.errors import Refused
 from trainer.evaluate import Evaluation, Score, rise
 from trainer.launcher import say
 from trainer.models.vocabulary import vocabulary_of
@@ -142,13 +141,6 @@ class Output:
         fresh = self.state.notes[self.told :]
         self.told = len(self.state.notes)
         return fresh
-
-
-def check_directory(config: RunConfig) -> None:
-    """Refuses a run directory that holds a run, before anything is loaded. Writes nothing."""
-    if not config.run.dir:
-        raise Refused('run.dir is not set. Expected the directory that this run writes. Fix: [run] dir = "runs/first".')
-    RunDirectory(config.run.dir).check()
 
 
 def _line(name: str, before: Score, after: Score) -> BeforeAfter:

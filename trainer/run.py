@@ -8,7 +8,7 @@ from types import FrameType
 from trainer.config import RunConfig
 from trainer.errors import RunEnd
 from trainer.launcher import say
-from trainer.output import Output, check_directory
+from trainer.output import Output
 from trainer.preflight.prepare import check, load_models, start_engine
 from trainer.record.console import preflight_block
 from trainer.record.run_dir import RunState
@@ -23,7 +23,6 @@ ASKED_TO_END: dict[int, tuple[RunState, int, str]] = {
 
 def train_run(config: RunConfig, folder: Path) -> int:
     """Trains, and returns the exit code, the same on every rank. ``folder``: where the run file lies."""
-    check_directory(config)
     received = _signals_as_interrupts()
     output: list[Output] = []
     try:
@@ -95,8 +94,6 @@ def _await_signal(error: Exception, world: World) -> None:
 
 def preflight_run(config: RunConfig, folder: Path) -> int:
     """Everything that ``train`` checks before the first rollout, and nothing written."""
-    if config.run.dir:
-        check_directory(config)
     world = connect(config.engine.device, timeout_seconds=config.watch.hang_timeout)
     try:
         checked = check(config, folder, world)

@@ -26,7 +26,7 @@ from trainer.config import describe, load, recipes, shipped
 from trainer.config.fields import dotted_keys
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
-from trainer.models.policy import load_policy
+from trainer.models.policy import load_config, load_policy
 from trainer.rewards.runtime import RewardRuntime
 
 ROOT = Path(__file__).parents[2]
@@ -253,7 +253,8 @@ def test_the_result_loads_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config = load(FIRST_RUN)
     base = Path(config.model.name_or_path)
     tiny_qwen2().save_pretrained(base)
-    policy = load_policy(Model(name_or_path=str(base)), Lora(r=4), tiny_tokenizer(), torch.float32)
+    model = Model(name_or_path=str(base))
+    policy = load_policy(model, load_config(model)[0], Lora(r=4), tiny_tokenizer(), torch.float32)
     for name, parameter in policy.causal.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)

@@ -112,7 +112,7 @@ def _unknown(path: Path, label: str, got: Any) -> str:
         answers = [f"{'.'.join(leaf)}: {answer(leaf)}" for leaf in _leaves(got, names) if answer(leaf)]
         if answers:
             return f"there is no table [{label}]. " + " ".join(answers[:12])
-    if isinstance(got, dict | list):
+    if isinstance(got, dict) or (isinstance(got, list) and any(isinstance(item, dict) for item in got)):
         close = difflib.get_close_matches(names[-1], _tables(), n=1)
         wanted = f"Did you mean [{_tables()[close[0]]}]?" if close else f"Tables: {', '.join(_tables().values())}."
         return f"there is no table [{label}]. {wanted}"

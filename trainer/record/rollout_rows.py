@@ -1,12 +1,16 @@
 """The rows of rollouts/step-000001.jsonl: one object a completion, the same fields written and read."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.batch import Completion
 from trainer.errors import Refused
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds, and the run directory is checked before anything else
+    from trainer.batch import Completion
 
 FIELDS = (
     "step",

@@ -22,13 +22,13 @@ class RunDirectory:
         self.path = Path(path)
 
     def check(self) -> None:
-        """Refused when the directory already holds a run. Writes nothing."""
+        """Refused when the directory already holds a run, or cannot be written. Writes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise Refused(f"run.dir: {self.path} is a file, expected a directory. Fix: set run.dir to another path.")
         above = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             what = "cannot be written" if above.is_dir() else "is a file"
-            raise Refused(f"run.dir: {self.path} cannot be made: {above} {what}. Fix: set run.dir to a path you can write.")
+            raise Refused(f"run.dir: {self.path} cannot be created: {above} {what}. Fix: set run.dir to a path you can write.")
         found = [name for name in RUN_FILES if (self.path / name).exists()]
         if found:
             raise Refused(
