@@ -21,7 +21,9 @@ def results() -> Iterator[Callable[[str, dict[str, Any]], None]]:
     start = time.time()
 
     def keep(name: str, measured: dict[str, Any]) -> None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
         RESULTS.mkdir(exist_ok=True)
         content = {"commit": commit, "seconds": round(time.time() - start), **measured}
         (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,5 @@
-"""A whole run in miniature: folder with model, prompts and rewards, and the state that real start-up code makes of it."""
+"""A whole run in miniature: folder with model, prompts and rewards, and the state that real start-up code makes of
+it."""
 
 import json
 from pathlib import Path
@@ -47,14 +48,14 @@ def broken_on_odd_prompts(prompts, **_):
 PROMPTS = [
     "0 + 3?",
     "1 + 3 is a longer question",
-    "2?",
+    "2 ?",
     "3 + 3 = ?",
     "4 what is the answer",
     "5 minus 2 =",
     "6 ?",
     "7 then 8 then 9 then",
 ]
-"""Of 3 to 14 tokens. Number n lies in row n."""
+"""Of 3 to 20 tokens. Number n lies in row n."""
 
 SETTINGS: dict[str, Any] = {
     "run.steps": 5,
@@ -117,7 +118,9 @@ def move(causal: PreTrainedModel, size: float) -> None:
 
 def step(state: State) -> tuple[dict[str, float], list[Completion]]:
     """The next step of the run."""
-    rows = prompts_for_step(len(state.prompts), state.config.rollout.prompts_per_step, state.step, state.config.data.seed)
+    rows = prompts_for_step(
+        len(state.prompts), state.config.rollout.prompts_per_step, state.step, state.config.data.seed
+    )
     found = grpo_step(state, share([state.prompts[row] for row in rows], state.world))
     state.step += 1
     return found
@@ -133,6 +136,29 @@ def replay(folder: Path, world: World, *, reward: str = "spread") -> dict[str, A
         target.mkdir()
         lines = [json.dumps(row(completion, 1)) + "\n" for completion in completions]
         (target / "step-000001.jsonl").write_text("".join(lines))
+    return {"rollout.replay": str(target), "run.steps": 1}
+
+
+def ragged(folder: Path) -> dict[str, Any]:
+    """Settings that train on a recorded step whose completions have 1 to 4 tokens and a reward of their own each."""
+    target = folder / "ragged"
+    if not target.exists():
+        target.mkdir()
+        rows = [
+            {
+                "step": 1,
+                "group": number // 4,
+                "index": number % 4,
+                "row": number // 4,
+                "prompt_ids": list(range(3 + number // 4)),
+                "completion_ids": [5 + number] * (number % 4 + 1),
+                "sampling_logps": [-5.7] * (number % 4 + 1),
+                "rewards": {"score": float(number**2)},
+                "finish": "stop",
+            }
+            for number in range(16)
+        ]
+        (target / "step-000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"rollout.replay": str(target), "run.steps": 1}
 
 

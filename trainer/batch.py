@@ -1,4 +1,5 @@
-"""The records that cross a boundary. Shapes: R rows, L row length, N scored tokens, C completions, H hidden, V vocabulary."""
+"""The records that cross a boundary. Shapes: R rows, L row length, N scored tokens, C completions, H hidden, V
+vocabulary."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,7 +11,7 @@ from torch import Tensor
 class Prompt:
     """One row of the data set, rendered and tokenised once, before the first rollout.
 
-    >>> Prompt(index=0, text="2 + 3 =", ids=(17, 488, 220, 18, 284), messages=None, columns={"answer": "5"})  # doctest: +SKIP
+    For example ``Prompt(index=0, text="2 + 3 =", ids=(17, 488, 220, 18, 284), messages=None, columns={})``.
     """
 
     index: int

@@ -44,7 +44,7 @@ def recorded(state: State) -> list[Completion]:
                 ids=tuple(row["completion_ids"]),
                 sampling_logps=tuple(row["sampling_logps"]),
                 finish=row["finish"],
-                text=tokenizer.decode(row["completion_ids"], skip_special_tokens=True),
+                text=str(tokenizer.decode(row["completion_ids"], skip_special_tokens=True)),
                 rewards=row["rewards"],
                 reward=recorded_reward(row, weights),
             )

@@ -43,7 +43,9 @@ class ZeroEngine:
         self.world = world
         self.stage: int = deepspeed_config.get("zero_optimization", {}).get("stage", 0)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        offload = deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+        offload = (
+            deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+        )
         exact = {name: buffer for name, buffer in module.named_buffers() if buffer.dtype == torch.float32}
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=_optimizer(deepspeed, trained, optim, offload=offload), config=deepspeed_config
@@ -87,12 +89,17 @@ class ZeroEngine:
         # Stages 1-3 drop a non-finite gradient inside their step and reset the buffers that hold it.
         self._engine.step()
         if self._engine.was_step_applied() != finite:
-            raise Stopped(f"ZeRO stage {self.stage} {'skipped' if finite else 'applied'} a step of gradient norm {grad_norm}")
+            raise Stopped(
+                f"ZeRO stage {self.stage} {'skipped' if finite else 'applied'} a step of gradient norm {grad_norm}"
+            )
         return StepOutcome(grad_norm, applied=bool(finite))
 
     def _grad_norm(self) -> float:
         """fp32 norm of the averaged gradient. Each stage keeps it elsewhere: whole on every rank, or sharded."""
-        square = sum((shard.float().square().sum() for shard in self._gradient_shards()), torch.zeros((), device=self.world.device))
+        square = sum(
+            (shard.float().square().sum() for shard in self._gradient_shards()),
+            torch.zeros((), device=self.world.device),
+        )
         if self.stage == 0:
             return float(square.sqrt())
         return float(self.world.all_reduce_sum([float(square)])[0] ** 0.5)
@@ -104,7 +111,9 @@ class ZeroEngine:
         if isinstance(optimizer, BF16_Optimizer):  # what DeepSpeed makes of stage 1 in bf16
             return optimizer.fp32_groups_gradient_flat_partition
         if self.stage == 0:
-            gradients = [self._deepspeed.utils.safe_get_full_grad(p) for p in self.module.parameters() if p.requires_grad]
+            gradients = [
+                self._deepspeed.utils.safe_get_full_grad(p) for p in self.module.parameters() if p.requires_grad
+            ]
             return [gradient for gradient in gradients if gradient is not None]
         if self.stage == 3:
             if optimizer.offload_optimizer:
@@ -125,7 +134,8 @@ class ZeroEngine:
             return
         offload = self._engine.optimizer.parameter_offload
         with self._deepspeed.zero.GatheredParameters(list(self.module.parameters())):
-            for parameter in self.module.parameters():
+            partitioned: list[Any] = list(self.module.parameters())
+            for parameter in partitioned:
                 parameter.ds_active_sub_modules.clear()
             for hook in (*offload.forward_hooks, *offload.backward_hooks):
                 hook.remove()
@@ -154,7 +164,8 @@ def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, off
         except Exception as error:  # ninja, the compiler and the loader each raise their own
             reason = " ".join(str(error).split())[-300:]
             raise Refused(
-                f"engine.deepspeed asks for optimizer offload, whose CPU Adam is compiled at the first use, and that failed: {reason} "
+                "engine.deepspeed asks for optimizer offload, whose CPU Adam is compiled at the first use, and that "
+                f"failed: {reason} "
                 "Fix: install a C++ compiler (g++) and ninja, or use a configuration without offload, such as zero2."
             ) from error
     if optim.name == "sgd":

@@ -8,7 +8,8 @@ class RunEnd(Exception):
 
 
 class Refused(RunEnd):
-    """Something the user gave cannot work: config, data, model, hosts or memory. Raised before the first step; nothing was written."""
+    """Something the user gave cannot work: config, data, model, hosts or memory. Raised before the first step;
+    nothing was written."""
 
     exit_code = 2
 

@@ -11,7 +11,8 @@ from trainer.world import World
 
 @dataclass(frozen=True)
 class Score:
-    """Mean reward over prompts and its standard error; a prompt's own completions are not independent, so they count once."""
+    """Mean reward over prompts and its standard error; a prompt's own completions are not independent, so they count
+    once."""
 
     mean: float
     stderr: float

@@ -1,6 +1,7 @@
 """``zero-grpo train ... --gpus N``: several ranks on this machine, through the deepspeed launcher.
 
-The launcher's own lines and every rank's stray output go to a log; the terminal shows what rank 0 says. Nothing that was
+The launcher's own lines and every rank's stray output go to a log; the terminal shows what rank 0 says. Nothing that
+was
 started outlives this process.
 """
 
@@ -58,7 +59,7 @@ def launch(arguments: Sequence[str], ranks: int, run_dir: Path) -> int:
     code = process.wait()
     _end_group(process, reader)
     if asked:
-        code = ASKED_TO_END[asked[0]]
+        code = ASKED_TO_END[signal.Signals(asked[0])]
     if code in (0, 2, 3, 5, 75, 130) and (said or code == 0):
         _keep_log(log, run_dir, code)
         return code

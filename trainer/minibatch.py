@@ -27,7 +27,9 @@ class MicroBatch:
 
     def advantages(self) -> Tensor:
         """(C,) fp32."""
-        return torch.tensor([completion.advantage for completion in self.completions] or [0.0], device=self.weights.device)
+        return torch.tensor(
+            [completion.advantage for completion in self.completions] or [0.0], device=self.weights.device
+        )
 
 
 def make_micro_batches(
@@ -43,7 +45,8 @@ def make_micro_batches(
     """This rank's trained completions in passes, filled up to the largest number of passes of any rank.
 
     Every forward and backward is a collective under ZeRO, so a rank with less to do than the others would leave them
-    waiting. ``recorded_sampler``: the completions come from a recording, whose sampler is not the policy of the first pass.
+    waiting. ``recorded_sampler``: the completions come from a recording, whose sampler is not the policy of the first
+    pass.
     """
     batches = []
     for part in micro_batches(completions, micro_batch=micro_batch, token_budget=token_budget):

@@ -1,4 +1,5 @@
-"""What a run writes and says: files and terminal, both from rank 0. Every rank calls, since rows come from all of them."""
+"""What a run writes and says: files and terminal, both from rank 0. Every rank calls, since rows come from all of
+them."""
 
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.batch import Completion
-from trainer.config import Model, RunConfig, dump
+from trainer.config import Model, dump
 from trainer.evaluate import Evaluation, Score, rise
 from trainer.launcher import say
 from trainer.models.vocabulary import vocabulary_of
@@ -20,7 +21,6 @@ from trainer.record.environment import collect
 from trainer.record.rollout_rows import row
 from trainer.record.run_dir import RunDirectory, RunState
 from trainer.state import State
-from trainer.world import World
 
 CUT_STEPS, CUT_SHARE = 10, 0.3
 """A run is warned once when more than this share of the completions of its first steps was cut off."""
@@ -61,14 +61,16 @@ class Output:
         """Metrics, rollouts and samples of the step that was just done."""
         step, log = self.state.step, self.config.log
         self.seconds.append(sum(value for name, value in metrics.items() if name.startswith("seconds_")))
-        wanted = (log.rollouts_every and step % log.rollouts_every == 0) or (log.samples_every and step % log.samples_every == 0)
+        wanted = (log.rollouts_every and step % log.rollouts_every == 0) or (
+            log.samples_every and step % log.samples_every == 0
+        )
         rows: list[dict[str, Any]] = []
         if wanted:
             for part in self.world.gather_objects([row(completion, step) for completion in completions]):
                 rows += part
         if not self.world.is_main:
             return
-        self.directory.append_metrics({"step": step} | metrics)
+        self.directory.append_metrics({"step": step, **metrics})
         if log.rollouts_every and step % log.rollouts_every == 0:
             self.directory.write_rollouts(step, rows)
         self._note_cuts(metrics)
@@ -89,7 +91,8 @@ class Output:
             folder.mkdir(exist_ok=True)
             (folder / f"step-{result.step:06d}.json").write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
             say(
-                f"held-out, step {result.step}: reward {result.sampled.mean:.3f} ± {result.sampled.stderr:.3f} sampled, "
+                f"held-out, step {result.step}: reward {result.sampled.mean:.3f} ± {result.sampled.stderr:.3f} "
+                "sampled, "
                 f"{result.greedy.mean:.3f} ± {result.greedy.stderr:.3f} greedy"
             )
 
@@ -127,14 +130,22 @@ class Output:
             ends += [repr(text) for text in self.config.rollout.stop]
             self.state.notes.append(
                 f"{share:.0%} of the completions of the first {len(self.cut)} steps were cut off at "
-                f"rollout.max_new_tokens = {self.config.rollout.max_new_tokens}, and were scored unfinished. What ends a completion: "
+                f"rollout.max_new_tokens = {self.config.rollout.max_new_tokens}, and were scored unfinished. What "
+                "ends a completion: "
                 f"{', '.join(ends) or 'nothing'}. Fix: a larger rollout.max_new_tokens; or, where the samples show "
                 "finished answers that run on, name their end in rollout.stop."
             )
 
     def _status(self, state: RunState, exit_code: int | None, reason: str) -> None:
         self.directory.status(
-            state, exit_code, self.state.step, reason, host=socket.gethostname(), rank=self.world.rank, pid=os.getpid(), run_id=self.run_id
+            state,
+            exit_code,
+            self.state.step,
+            reason,
+            host=socket.gethostname(),
+            rank=self.world.rank,
+            pid=os.getpid(),
+            run_id=self.run_id,
         )
 
     def _untold(self) -> list[str]:
@@ -151,5 +162,8 @@ def _line(name: str, before: Score, after: Score) -> BeforeAfter:
 def _how_to_load(target: Path, model: Model) -> str:
     if target.name == "model":
         return f'load it: AutoModelForCausalLM.from_pretrained("{target}")'
-    gguf = f', gguf_file="{model.gguf_file}", quantization_config=GgufConfig(dequantize=True)' if model.gguf_file else ""
-    return f'load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{model.name_or_path}"{gguf}), "{target}")'
+    gguf = (
+        f', gguf_file="{model.gguf_file}", quantization_config=GgufConfig(dequantize=True)' if model.gguf_file else ""
+    )
+    base = f'AutoModelForCausalLM.from_pretrained("{model.name_or_path}"{gguf})'
+    return f'load it: PeftModel.from_pretrained({base}, "{target}")'

@@ -13,11 +13,22 @@ VARIABLES = {
     "HF_HUB_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # gloo and the rendezvous
 }
-LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "bitsandbytes", "huggingface_hub", "pydantic", "multiprocess")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "peft",
+    "datasets",
+    "bitsandbytes",
+    "huggingface_hub",
+    "pydantic",
+    "multiprocess",
+)
 
 
 def quiet_libraries() -> None:
-    """To be called before the libraries are imported, since they read this once. What the user has set himself stays."""
+    """To be called before the libraries are imported, since they read this once. What the user has set himself
+    stays."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     # Not all warnings: those of a reward function are the user's own.

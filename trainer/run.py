@@ -69,7 +69,8 @@ def _record(outputs: list[Output], state: RunState, exit_code: int, reason: str)
 
 
 def _signals_as_interrupts() -> list[int]:
-    """SIGTERM, like SIGINT, raises KeyboardInterrupt, which no ``except Exception`` swallows. Returns what has come so far."""
+    """SIGTERM, like SIGINT, raises KeyboardInterrupt, which no ``except Exception`` swallows. Returns what has come
+    so far."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -82,7 +83,8 @@ def _signals_as_interrupts() -> list[int]:
 
 
 def _await_signal(error: Exception, world: World) -> None:
-    """Where all ranks are signalled, a collective with one that has left already fails before this rank's signal is seen.
+    """Where all ranks are signalled, a collective with one that has left already fails before this rank's signal is
+    seen.
 
     Python delivers a signal no earlier than at the next call, and a launcher reaches its ranks one by one. Rank 0 waits
     less: what keeps the launcher from ending it is its own record of a rank that was lost.

@@ -1,6 +1,5 @@
 """What a run holds between its steps."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trainer.batch import Prompt
@@ -10,7 +9,7 @@ from trainer.models.policy import Policy
 from trainer.models.reference import Reference
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hf import Decoder, Group
-from trainer.rollout.hooks import HookContext
+from trainer.rollout.hooks import Hook, HookContext
 from trainer.world import World
 
 
@@ -26,7 +25,7 @@ class State:
     """None when the KL coefficient is 0 for the whole run."""
     decoder: Decoder
     rewards: RewardRuntime
-    hooks: list[Callable[[HookContext], object]]
+    hooks: list[Hook]
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     steps: int
@@ -46,7 +45,8 @@ class State:
     """What the user should read once, in the order it came up."""
 
     def hook_context(self, groups: list[Group]) -> HookContext:
-        """What a before-rollout hook may look at; a collective, since ``longest_prompt`` is that of all ranks' prompts."""
+        """What a before-rollout hook may look at; a collective, since ``longest_prompt`` is that of all ranks'
+        prompts."""
         longest = max((len(group.prompt.ids) for group in groups), default=0)
         return HookContext(
             step=self.step,

@@ -16,7 +16,14 @@ from trainer.record.metrics import Sums
 from trainer.rollout.hf import Group
 from trainer.rollout.hooks import run_hooks
 from trainer.state import State
-from trainer.update import charge_kl_to_rewards, control_kl, global_count, micro_batch_loss, set_kl_coefficient, take_step
+from trainer.update import (
+    charge_kl_to_rewards,
+    control_kl,
+    global_count,
+    micro_batch_loss,
+    set_kl_coefficient,
+    take_step,
+)
 from trainer.world import World
 
 T = TypeVar("T")
@@ -113,7 +120,9 @@ def evaluate_now(state: State, output: Output) -> None:
             ),
         )
     prompts = len(state.eval_prompts)
-    output.evaluation(Evaluation(state.step, gathered(sampled, prompts, state.world), gathered(greedy, prompts, state.world)))
+    output.evaluation(
+        Evaluation(state.step, gathered(sampled, prompts, state.world), gathered(greedy, prompts, state.world))
+    )
 
 
 def together(world: World, work: Callable[[], T]) -> T:

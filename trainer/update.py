@@ -107,8 +107,10 @@ def take_step(state: State, sums: Sums) -> None:
     state.notes.append(message)
     if state.nonfinite_in_a_row >= state.config.watch.max_nonfinite_steps:
         raise Stopped(
-            f"{message}, for the {state.nonfinite_in_a_row}. time in a row (watch.max_nonfinite_steps). The weights are those "
-            "of the last finite step. Fix: lower optim.lr, set optim.max_grad_norm, or look at the rewards of this step."
+            f"{message}, for the {state.nonfinite_in_a_row}. time in a row (watch.max_nonfinite_steps). The weights "
+            "are those "
+            "of the last finite step. Fix: lower optim.lr, set optim.max_grad_norm, or look at the rewards of this "
+            "step."
         )
 
 
@@ -119,7 +121,13 @@ def set_kl_coefficient(state: State) -> None:
         state.kl_coefficient = state.kl_coefficient if state.step else kl.coef
         return
     state.kl_coefficient = kl_coefficient(
-        state.step, schedule=kl.schedule, peak=kl.coef, start=kl.start, minimum=kl.min, warmup=kl.warmup_steps, total=state.steps
+        state.step,
+        schedule=kl.schedule,
+        peak=kl.coef,
+        start=kl.start,
+        minimum=kl.min,
+        warmup=kl.warmup_steps,
+        total=state.steps,
     )
 
 
@@ -128,7 +136,11 @@ def control_kl(state: State, measured_kl: float | None) -> None:
     kl = state.config.grpo.kl
     if kl.schedule == "adaptive" and measured_kl is not None:
         state.kl_coefficient = adapted_coefficient(
-            state.kl_coefficient, measured_kl, target=kl.target, horizon=kl.horizon, completions=state.config.completions_per_step
+            state.kl_coefficient,
+            measured_kl,
+            target=kl.target,
+            horizon=kl.horizon,
+            completions=state.config.completions_per_step,
         )
 
 

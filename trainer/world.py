@@ -72,7 +72,9 @@ def connect(device: str, *, timeout_seconds: float) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if "RANK" not in os.environ:
         # DeepSpeed reads these too. A free port, so that two runs on one machine do not meet.
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+        )
     chosen = _device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -80,7 +82,9 @@ def connect(device: str, *, timeout_seconds: float) -> World:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
-        described = ", ".join(f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        described = ", ".join(
+            f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        )
         raise Refused(
             f"the ranks cannot meet: {str(error).splitlines()[0]} The launcher's variables: {described}. "
             "Fix: start with deepspeed or torchrun, which set all of them, or unset them for a run of one rank."
@@ -101,14 +105,14 @@ def _device(device: str, local_rank: int) -> torch.device:
         if local_rank >= torch.cuda.device_count():
             raise Refused(
                 f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}. "
-                "Fix: start as many processes per host as it has GPUs, or set engine.device = \"cpu\"."
+                'Fix: start as many processes per host as it has GPUs, or set engine.device = "cpu".'
             )
         return torch.device("cuda", local_rank)
     if card := _nvidia_card():
         raise Refused(
             f"this machine has an NVIDIA card ({card}) that torch {torch.__version__} cannot use "
             f"(built for CUDA {torch.version.cuda or 'none: a CPU build'}). "
-            "Fix: install the torch build for your CUDA driver, or set engine.device = \"cpu\" to train on the CPU."
+            'Fix: install the torch build for your CUDA driver, or set engine.device = "cpu" to train on the CPU.'
         )
     return torch.device("cpu")
 

@@ -10,8 +10,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from tests.dist.faults import RUN
 from tests.dist.launch import run_ranks
-from tests.tiny_run import start, step, write_run
+from tests.tiny_run import ragged, start, step, write_run
 from trainer.output import Output
 from trainer.world import World
 
@@ -21,24 +22,7 @@ STAGES = ("zero0", "zero1", "zero2", "zero3")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp("run"))
-    numbered = folder / "numbered"
-    numbered.mkdir()
-    rows = [
-        {
-            "step": 1,
-            "group": number // 4,
-            "index": number % 4,
-            "row": number // 4,
-            "prompt_ids": list(range(3 + number // 4)),
-            "completion_ids": [5 + number] * (number % 4 + 1),
-            "sampling_logps": [-5.7] * (number % 4 + 1),
-            "rewards": {"score": float(number**2)},
-            "finish": "stop",
-        }
-        for number in range(16)
-    ]
-    (numbered / "step-000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "numbered.json").write_text(json.dumps({"rollout.replay": str(numbered), "run.steps": 1}))
+    ragged(folder)  # before the ranks would write it both
     return folder
 
 
@@ -115,7 +99,7 @@ def test_b30_ranks_sample_different_completions_and_a_run_repeats(found: Cells, 
 
 
 def test_i2_one_rank_and_two_ranks_are_the_same_run(found: Cells, folder: Path, world: World) -> None:
-    state = start(folder, world, {"run.dir": str(folder / "alone"), "grpo.kl.coef": 0.2}, away=0.05)
+    state = start(folder, world, RUN | {"run.dir": str(folder / "alone")}, away=0.05)
     output = Output(state)
     output.begin()
     for _ in range(5):
@@ -146,7 +130,9 @@ def test_b32_every_row_keeps_its_advantage_in_every_micro_batch(found: Cells) ->
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_b35_ranks_with_unequal_work_take_the_same_steps(found: Cells, stage: str) -> None:
-    cells = {name: [rank[f"{stage} {name}"] for rank in found["uneven_work"]] for name in ("spread", "even_prompts", "none")}
+    cells = {
+        name: [rank[f"{stage} {name}"] for rank in found["uneven_work"]] for name in ("spread", "even_prompts", "none")
+    }
     for ranks in cells.values():
         assert [rank["rows"] for rank in ranks] == [12, 8]
         assert ranks[0]["sums"] == ranks[1]["sums"]

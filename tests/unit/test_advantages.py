@@ -11,7 +11,9 @@ NAN = float("nan")
 
 
 def advantages(rewards: list[float], groups: list[int] | None = None, **options: object) -> list[float]:
-    return group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups or [0] * len(rewards)), **options).tolist()
+    return group_advantages(
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups or [0] * len(rewards)), **options
+    ).tolist()
 
 
 def test_v1_two_of_four_and_one_of_four() -> None:
@@ -61,7 +63,9 @@ def test_scale_batch_divides_by_the_given_std_and_needs_it() -> None:
 
 
 def test_statistics_use_ddof_1() -> None:
-    mean, std, count = group_statistics(torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), torch.zeros(3, dtype=torch.long))
+    mean, std, count = group_statistics(
+        torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), torch.zeros(3, dtype=torch.long)
+    )
     assert mean[0].item() == pytest.approx(7 / 3)
     assert std[0].item() == pytest.approx(math.sqrt(7 / 3))
     assert count[0].item() == 3

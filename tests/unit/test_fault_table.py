@@ -6,7 +6,9 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 TABLE = (TESTS / "FAULTS.md").read_text(encoding="utf-8")
 ROWS = {row: cells for row, cells in re.findall(r"^\| ([BI]\d+) \|(.*)\|$", TABLE, re.MULTILINE)}
-EXISTING = {name for file in TESTS.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
+EXISTING = {
+    name for file in TESTS.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+}
 
 
 def test_every_row_is_there_once() -> None:

@@ -86,7 +86,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         both(append("rewards.py", "def f(completions, gold): return [0.0]\n"), change("py:spread", "py:f")),
         ("rewards.py:f", "column 'gold'", "columns present"),
     ),
-    "no such hook": (append("run.toml", '[hooks]\nbefore_rollout = ["rewards_hook:f"]\n'), ("hooks.before_rollout", "rewards_hook")),
+    "no such hook": (
+        append("run.toml", '[hooks]\nbefore_rollout = ["rewards_hook:f"]\n'),
+        ("hooks.before_rollout", "rewards_hook"),
+    ),
     "DeepSpeed not JSON": (
         both(write("ds.json", '{"zero_optimization": {\n'), add("engine", 'deepspeed = "{folder}/ds.json"')),
         ("ds.json:2: ", "not valid JSON"),

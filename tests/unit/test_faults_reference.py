@@ -36,7 +36,9 @@ def dropping(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(folder: Path) -> Path:
     """An adapter that somebody has trained before: B is not 0."""
-    peft = get_peft_model(tiny_qwen2(), LoraConfig(r=4, lora_alpha=32.0, target_modules="all-linear", task_type="CAUSAL_LM"))
+    peft = get_peft_model(
+        tiny_qwen2(), LoraConfig(r=4, lora_alpha=32.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     move(peft.get_base_model(), 0.1)
     peft.save_pretrained(folder / "adapter")
     return folder / "adapter"
@@ -151,7 +153,9 @@ def test_i4_b62_an_exported_adapter_is_the_policy_for_plain_peft(folder: Path, w
     assert (found - untrained).abs().max() > 1e-3, "an adapter without effect proves nothing"
 
 
-def test_i4_b61_an_exported_model_with_tied_embeddings_is_the_policy(folder: Path, world: World, tmp_path: Path) -> None:
+def test_i4_b61_an_exported_model_with_tied_embeddings_is_the_policy(
+    folder: Path, world: World, tmp_path: Path
+) -> None:
     state = start(folder, world, {"lora.r": 0, "optim.lr": 1.0})
     step(state)
     target = export(state.policy, state.engine, world, tmp_path)

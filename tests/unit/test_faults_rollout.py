@@ -46,7 +46,9 @@ def prompt(index: int, length: int) -> Prompt:
     return Prompt(index, "", tuple((7 * index + 11 * place) % 256 for place in range(length)), None, {})
 
 
-def decoder(model: PreTrainedModel, *, stop_ids: tuple[int, ...] = (), tokenizer: Any = TOKENIZER, **rollout: Any) -> Decoder:
+def decoder(
+    model: PreTrainedModel, *, stop_ids: tuple[int, ...] = (), tokenizer: Any = TOKENIZER, **rollout: Any
+) -> Decoder:
     return Decoder(model, tokenizer, Rollout(**{"max_new_tokens": 12} | rollout), stop_ids, seed=0)
 
 
@@ -82,7 +84,9 @@ def test_b16_rollouts_do_not_depend_on_the_padding_of_their_prompts(kind: str) -
     model = lively(MODELS[kind]())
     prompts = [prompt(0, 10), prompt(1, 50), prompt(2, 3)]
     together = decoder(model).generate([Group(i, one) for i, one in enumerate(prompts)], step=0, generations=2)
-    alone = [row for i, one in enumerate(prompts) for row in decoder(model).generate([Group(i, one)], step=0, generations=2)]
+    alone = [
+        row for i, one in enumerate(prompts) for row in decoder(model).generate([Group(i, one)], step=0, generations=2)
+    ]
     for one, other in zip(together, alone, strict=True):
         assert one.ids == other.ids
         assert one.sampling_logps == pytest.approx(other.sampling_logps, abs=1e-5)
@@ -237,12 +241,13 @@ def test_b26_settings_of_the_checkpoint_do_not_reach_the_sampling(folder: Path, 
 
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
 def test_b29_decoding_is_the_same_in_every_mode_and_leaves_the_mode_alone(
-    folder: Path, world: World, checkpointing: str
+    tmp_path: Path, world: World, checkpointing: str
 ) -> None:
+    folder = write_run(tmp_path, lively(tiny_qwen2()))
     state = start(folder, world, {"engine.gradient_checkpointing": checkpointing})
     causal, groups = state.policy.causal, [Group(0, state.prompts[1]), Group(1, state.prompts[2])]
     assert causal.is_gradient_checkpointing == (checkpointing == "on")
-    plain = decoder(tiny_qwen2()).generate(groups, step=0, generations=1, greedy=True)
+    plain = decoder(lively(tiny_qwen2())).generate(groups, step=0, generations=1, greedy=True)
     passes = []
     hook = causal.lm_head.register_forward_hook(lambda module, inputs, output: passes.append(inputs[0].shape[1]))
     for training in (True, False):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 import trainer.train
-from tests.tiny_run import distance, replay, start, step, weights, write_run
+from tests.tiny_run import distance, ragged, replay, start, step, weights, write_run
 from trainer.errors import Refused, Stopped
 from trainer.models.policy import resolve_dtype
 from trainer.output import CUT_STEPS, Output
@@ -36,7 +36,7 @@ def test_b01_the_kl_term_alone_pulls_the_policy_back(folder: Path, world: World)
 def test_b06_b07_loss_and_update_do_not_depend_on_micro_batches(folder: Path, world: World) -> None:
     found = []
     for micro in (16, 8, 4, 1):
-        state = start(folder, world, {"engine.micro_batch": micro, "grpo.kl.coef": 0.5}, away=0.1)
+        state = start(folder, world, ragged(folder) | {"engine.micro_batch": micro, "grpo.kl.coef": 0.5}, away=0.1)
         metrics, _ = step(state)
         found.append((metrics, weights(state)))
     whole, moved = found[0]
@@ -116,7 +116,9 @@ def test_i5_a_gradient_that_overflows_behind_a_finite_loss_is_told_apart(folder:
 
 def test_b03_a_policy_far_from_its_reference_keeps_a_finite_step(folder: Path, world: World) -> None:
     """Log-ratios beyond what e^x holds in fp32."""
-    state = start(folder, world, replay(folder, world) | {"lora.r": 0, "grpo.kl.coef": 1.0, "optim.lr": 1e-30}, away=10.0)
+    state = start(
+        folder, world, replay(folder, world) | {"lora.r": 0, "grpo.kl.coef": 1.0, "optim.lr": 1e-30}, away=10.0
+    )
     metrics, _ = step(state)
     assert metrics["kl_max"] > 1e9, "not far enough to overflow anything"
     assert math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
@@ -126,7 +128,12 @@ def test_b03_a_policy_far_from_its_reference_keeps_a_finite_step(folder: Path, w
 def test_b23_a_run_whose_completions_are_cut_is_told_once(
     folder: Path, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"run.steps": 12, "run.dir": str(tmp_path / "run"), "rollout.max_new_tokens": 2, "rollout.stop": ("\n\n",)}
+    settings = {
+        "run.steps": 12,
+        "run.dir": str(tmp_path / "run"),
+        "rollout.max_new_tokens": 2,
+        "rollout.stop": ("\n\n",),
+    }
     state = start(folder, world, settings)
     output = Output(state)
     output.begin()
@@ -156,6 +163,7 @@ def test_b77_a_cpu_adam_that_cannot_be_built_names_what_is_missing(
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("Ninja is required to load C++ extensions")
 
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "no builds"))
     monkeypatch.setattr(deepspeed.ops.adam, "DeepSpeedCPUAdam", broken)
     with pytest.raises(Refused) as refused:
         start(folder, world, {"engine.deepspeed": "zero2-offload", "optim.name": "adamw"})
@@ -181,7 +189,9 @@ def live_tensors() -> int:
 
 @pytest.mark.parametrize("settings", [{}, {"grpo.updates_per_rollout": 2, "grpo.kl.estimator": "exact"}])
 def test_b90_thirty_steps_leave_no_tensors_behind(folder: Path, world: World, settings: dict[str, Any]) -> None:
-    state = start(folder, world, settings | {"run.steps": 30, "rollout.prompts_per_step": 2, "rollout.num_generations": 2})
+    state = start(
+        folder, world, settings | {"run.steps": 30, "rollout.prompts_per_step": 2, "rollout.num_generations": 2}
+    )
     counts = []
     gc.collect()
     gc.freeze()  # what is there now need not be searched thirty times
@@ -191,7 +201,8 @@ def test_b90_thirty_steps_leave_no_tensors_behind(folder: Path, world: World, se
         del completions
         counts.append(live_tensors())
     gc.unfreeze()
-    assert len(set(counts[3:])) == 1, counts
+    # Fewer is possible: what an earlier test left in a cycle goes whenever the collector finds it.
+    assert max(counts[4:]) <= counts[3], counts
 
 
 def test_b98_a_cpu_run_speaks_gloo(world: World) -> None:

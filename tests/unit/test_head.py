@@ -11,12 +11,18 @@ from trainer.models.head import ChunkedHead
 def naive(hidden, weight, targets, temperature, reference_hidden, reference_weight):
     logps = (hidden.double() @ weight.double().T / temperature).log_softmax(-1)
     reference = (reference_hidden.double() @ reference_weight.double().T / temperature).log_softmax(-1)
-    return logps.gather(-1, targets[:, None])[:, 0], -(logps.exp() * logps).sum(-1), (logps.exp() * (logps - reference)).sum(-1)
+    return (
+        logps.gather(-1, targets[:, None])[:, 0],
+        -(logps.exp() * logps).sum(-1),
+        (logps.exp() * (logps - reference)).sum(-1),
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 100])
-def test_values_and_gradients_equal_the_naive_head(monkeypatch: pytest.MonkeyPatch, frozen: bool, chunk_rows: int) -> None:
+def test_values_and_gradients_equal_the_naive_head(
+    monkeypatch: pytest.MonkeyPatch, frozen: bool, chunk_rows: int
+) -> None:
     torch.manual_seed(0)
     vocabulary, width, rows = 50, 16, 20
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * vocabulary * chunk_rows)
@@ -41,13 +47,18 @@ def test_values_and_gradients_equal_the_naive_head(monkeypatch: pytest.MonkeyPat
 
 
 def test_adding_a_constant_to_the_logits_changes_nothing() -> None:
-    """KL, entropy and log-prob are of distributions, so a reward model's or anyone's unnormalised logits cannot enter."""
+    """KL, entropy and log-prob are of distributions, so a reward model's or anyone's unnormalised logits cannot
+    enter."""
     torch.manual_seed(0)
     hidden, targets = torch.randn(5, 8), torch.arange(5)
     lm_head, shifted = nn.Linear(8, 11), nn.Linear(8, 11)
     shifted.weight, shifted.bias = lm_head.weight, nn.Parameter(lm_head.bias + 3.0)
     reference = torch.randn(5, 8)
-    for one, other in zip(ChunkedHead(lm_head, 1.0)(hidden, targets, reference, None), ChunkedHead(shifted, 1.0)(hidden, targets, reference, None), strict=True):
+    for one, other in zip(
+        ChunkedHead(lm_head, 1.0)(hidden, targets, reference, None),
+        ChunkedHead(shifted, 1.0)(hidden, targets, reference, None),
+        strict=True,
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 

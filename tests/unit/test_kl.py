@@ -75,7 +75,8 @@ def test_full_kl_takes_impossible_tokens_for_nothing() -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_weighted_estimators_have_the_gradient_of_the_kl(estimator: str) -> None:
-    """Expected over the old policy, the gradient of ratio * k is that of KL(pi || ref): by full enumeration, float64."""
+    """Expected over the old policy, the gradient of ratio * k is that of KL(pi || ref): by full enumeration,
+    float64."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     old, reference = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)

@@ -1,4 +1,5 @@
-"""Policy objectives by hand-computed values: clip on both sides, dual clip, gradients, weights, N. Rows B09, B11, B21."""
+"""Policy objectives by hand-computed values: clip on both sides, dual clip, gradients, weights, N. Rows B09, B11,
+B21."""
 
 import math
 
@@ -14,7 +15,9 @@ def objective(ratios: list[float], advantages: list[float], completion: list[int
     """(loss, gradient by logp, clipped) of tokens with the given ratios."""
     logps = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()
     lines = torch.tensor(completion if completion is not None else list(range(len(ratios))))
-    result = policy_objective(logps, torch.zeros(len(ratios)).double(), torch.tensor(advantages).double(), lines, **(OPTIONS | options))
+    result = policy_objective(
+        logps, torch.zeros(len(ratios)).double(), torch.tensor(advantages).double(), lines, **(OPTIONS | options)
+    )
     (gradient,) = torch.autograd.grad(result.loss.sum(), logps)
     return result.loss.tolist(), gradient.tolist(), result.clipped.tolist()
 
@@ -62,7 +65,8 @@ def test_b03_a_huge_log_ratio_stays_finite() -> None:
 
 
 def test_a_positive_advantage_raises_the_log_prob() -> None:
-    """The sign: gradient descent on the loss must raise what was better than its group (the inverted loss lowers it)."""
+    """The sign: gradient descent on the loss must raise what was better than its group (the inverted loss lowers
+    it)."""
     for loss_type in ("grpo", "dapo", "dr_grpo", "gspo", "cispo"):
         _, gradient, _ = objective([1.0, 1.0], [1.0, -1.0], loss_type=loss_type)
         assert gradient[0] < 0 < gradient[1]

@@ -54,7 +54,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(Refused, match="is a file, expected a directory"):
         RunDirectory(tmp_path / "run").create()
-    with pytest.raises(Refused, match="cannot be created: .*run is a file"):
+    with pytest.raises(Refused, match=r"cannot be created: .*run is a file"):
         RunDirectory(tmp_path / "run" / "below").create()
 
 

@@ -7,7 +7,9 @@ from trainer.algorithm.schedules import adapted_coefficient, kl_coefficient, lea
 SEED = {"peak": 0.5, "start": 0.01, "minimum": 0.1, "warmup": 200, "total": 1000}
 
 
-@pytest.mark.parametrize(("step", "value"), [(0, 0.01), (199, 0.49755), (200, 0.5), (600, 0.25), (840, 0.1), (999, 0.1)])
+@pytest.mark.parametrize(
+    ("step", "value"), [(0, 0.01), (199, 0.49755), (200, 0.5), (600, 0.25), (840, 0.1), (999, 0.1)]
+)
 def test_the_documents_schedule(step: int, value: float) -> None:
     assert kl_coefficient(step, schedule="warmup_decay", **SEED) == pytest.approx(value)
 

@@ -1,4 +1,5 @@
-"""Rewards -> advantages, within each group of completions of one prompt (DeepSeekMath, arXiv 2402.03300, section 4.1)."""
+"""Rewards -> advantages, within each group of completions of one prompt (DeepSeekMath, arXiv 2402.03300, section
+4.1)."""
 
 from typing import Literal
 
@@ -29,8 +30,12 @@ def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, T
     std = (per_group(deviation.square()) / (count - 1).clamp(min=1)).sqrt()
     # Equal rewards that binary fractions cannot hold (eight times 0.3) leave a mean that is off by a rounding error.
     # Their spread is exactly zero, and has to be, or eps would decide the advantage.
-    high = torch.full_like(sums, -torch.inf).scatter_reduce_(0, group_of_row, torch.where(scored, values, -torch.inf), "amax")
-    low = torch.full_like(sums, torch.inf).scatter_reduce_(0, group_of_row, torch.where(scored, values, torch.inf), "amin")
+    high = torch.full_like(sums, -torch.inf).scatter_reduce_(
+        0, group_of_row, torch.where(scored, values, -torch.inf), "amax"
+    )
+    low = torch.full_like(sums, torch.inf).scatter_reduce_(
+        0, group_of_row, torch.where(scored, values, torch.inf), "amin"
+    )
     equal = high <= low
     std = torch.where(equal, 0.0, std)
     mean = torch.where(equal & (count > 0), high, mean)

@@ -11,7 +11,8 @@ from torch import Tensor
 Estimator = Literal["k1", "k2", "k3", "exact"]
 
 MAX_DELTA = 20.0
-"""Above this log-ratio (e^20 = 4.9e8) an exponential is continued by its tangent, so that value and gradient stay finite."""
+"""Above this log-ratio (e^20 = 4.9e8) an exponential is continued by its tangent, so that value and gradient stay
+finite."""
 
 
 def bounded_expm1(x: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ def per_completion_sum(values: Tensor, completion: Tensor, completions: int) -> 
     return torch.zeros(completions, dtype=values.dtype, device=values.device).index_add(0, completion, values)
 
 
-def importance_ratio(logps: Tensor, old_logps: Tensor, completion: Tensor, completions: int, *, per_sequence: bool) -> Tensor:
+def importance_ratio(
+    logps: Tensor, old_logps: Tensor, completion: Tensor, completions: int, *, per_sequence: bool
+) -> Tensor:
     """pi / pi_old of each token, (N,); per sequence: exp of the mean log-ratio of its tokens (GSPO, equation 7).
 
     The log-ratio is bounded before the exponential, where a gradient would be inf * 0.

@@ -7,7 +7,9 @@ KLSchedule = Literal["constant", "warmup_constant", "warmup_decay", "adaptive"]
 LRSchedule = Literal["constant", "linear", "cosine"]
 
 
-def kl_coefficient(step: int, *, schedule: KLSchedule, peak: float, start: float, minimum: float, warmup: int, total: int) -> float:
+def kl_coefficient(
+    step: int, *, schedule: KLSchedule, peak: float, start: float, minimum: float, warmup: int, total: int
+) -> float:
     """KL coefficient at ``step`` (0 .. total-1) for the schedules without state.
 
     ``warmup_constant``: start -> peak, linear over ``warmup`` steps, then peak. ``warmup_decay``: the same, then
@@ -22,7 +24,9 @@ def kl_coefficient(step: int, *, schedule: KLSchedule, peak: float, start: float
     return max(minimum, peak * (1 - (step - warmup) / (total - warmup)))
 
 
-def adapted_coefficient(coefficient: float, measured_kl: float, *, target: float, horizon: float, completions: int) -> float:
+def adapted_coefficient(
+    coefficient: float, measured_kl: float, *, target: float, horizon: float, completions: int
+) -> float:
     """One step of the proportional controller of Ziegler et al. (arXiv 1909.08593, section 2.2).
 
     ``measured_kl`` in nats per token over all ranks, so that every rank holds the same coefficient. ``horizon`` in
@@ -33,7 +37,8 @@ def adapted_coefficient(coefficient: float, measured_kl: float, *, target: float
 
 
 def learning_rate(step: int, *, schedule: LRSchedule, peak: float, warmup: int, total: int) -> float:
-    """Learning rate of the update at ``step`` (from 0). Warm-up reaches the peak at step ``warmup``: (step+1)/(warmup+1)."""
+    """Learning rate of the update at ``step`` (from 0). Warm-up reaches the peak at step ``warmup``:
+    (step+1)/(warmup+1)."""
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if schedule == "constant" or total <= warmup:

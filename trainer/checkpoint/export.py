@@ -17,7 +17,11 @@ def export(policy: Policy, engine: ZeroEngine, world: World, run_dir: Path) -> P
     The tokenizer and the checkpoint's own generation config go along: they hold the template and the stop ids.
     """
     target = run_dir / ("model" if policy.peft is None else "adapter")
-    parameters = list(policy.causal.parameters()) if policy.peft is None else [p for p in policy.causal.parameters() if p.requires_grad]
+    parameters = (
+        list(policy.causal.parameters())
+        if policy.peft is None
+        else [p for p in policy.causal.parameters() if p.requires_grad]
+    )
     with engine.whole(parameters), torch.no_grad():
         if world.is_main:
             _write(policy, target)
@@ -33,7 +37,7 @@ def _write(policy: Policy, target: Path) -> None:
     else:
         weights = adapter_weights(policy.peft)
         _refuse_empty(weights)
-        policy.peft.save_pretrained(target, selected_adapters=["default"])
+        policy.peft.save_pretrained(str(target), selected_adapters=["default"])
     policy.tokenizer.save_pretrained(target)
     policy.generation_config.save_pretrained(target)
 

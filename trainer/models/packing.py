@@ -40,8 +40,11 @@ def filler(*, token_id: int, device: torch.device) -> PackedRows:
     return PackedRows(one * token_id, one, one * 0, zero, zero + token_id, zero)
 
 
-def micro_batches(completions: Sequence[Completion], *, micro_batch: int, token_budget: int) -> Iterable[list[Completion]]:
-    """Cuts completions, in order, into passes of ``micro_batch`` completions, or of at most ``token_budget`` padded tokens."""
+def micro_batches(
+    completions: Sequence[Completion], *, micro_batch: int, token_budget: int
+) -> Iterable[list[Completion]]:
+    """Cuts completions, in order, into passes of ``micro_batch`` completions, or of at most ``token_budget`` padded
+    tokens."""
     batch: list[Completion] = []
     longest = 0
     for completion in completions:

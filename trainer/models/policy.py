@@ -1,22 +1,31 @@
 """The policy: weights from a folder, a hub name or a GGUF file; full or LoRA; one dtype; no dropout in any pass."""
 
 import json
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, load_peft_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, PretrainedConfig
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
 from trainer.models import rope
+from trainer.models.source import arguments_of, loaded, local_file
 from trainer.models.rope_fields import check_config_json
 
 REFERENCE_ADAPTER = "reference"
@@ -39,7 +48,9 @@ class Policy:
 def resolve_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The one compute dtype of the run, and why. "auto": bf16 on a card that has it, fp32 elsewhere."""
     if device.type == "cpu":
-        return (torch.bfloat16, "asked for") if asked == "bf16" else (torch.float32, "the CPU default; exact comparisons")
+        return (
+            (torch.bfloat16, "asked for") if asked == "bf16" else (torch.float32, "the CPU default; exact comparisons")
+        )
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
     name = torch.cuda.get_device_name(device)
     supported = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -49,14 +60,22 @@ def resolve_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
             'Fix: model.dtype = "fp32"; fp16 is no way out, since Qwen2/Qwen2.5 activations overflow in it.'
         )
     if asked == "fp32" or not supported:
-        return torch.float32, "asked for" if asked == "fp32" else f"{name} (compute capability {capability}) has no bf16"
+        return (
+            torch.float32,
+            "asked for" if asked == "fp32" else f"{name} (compute capability {capability}) has no bf16",
+        )
     return torch.bfloat16, f"{name} has it"
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of the model folder or GGUF file."""
-    arguments = _source(model)
-    tokenizer = _loaded(model, lambda: AutoTokenizer.from_pretrained(model.name_or_path, **arguments))
+    arguments = arguments_of(model)
+    tokenizer = loaded(model, lambda: AutoTokenizer.from_pretrained(model.name_or_path, **arguments))
+    if not tokenizer("1 a")["input_ids"]:  # without its files transformers makes an empty one of the model's class
+        raise Refused(
+            f"model.name_or_path = {model.name_or_path}: there is no tokenizer. Fix: put tokenizer.json and "
+            "tokenizer_config.json of this model beside its weights."
+        )
     if tokenizer.pad_token_id is None:
         # Padding is masked by position, never by id, so that any id will do; the end token always exists.
         tokenizer.pad_token_id = tokenizer.eos_token_id
@@ -64,7 +83,9 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 
 
 def load_generation_config(model: Model) -> GenerationConfig:
-    """The checkpoint's own; an empty one where it has none."""
+    """The checkpoint's own; an empty one where it has none. Refused when it is broken, since it may hold the stop ids."""
+    if (file := local_file(model, "generation_config.json")) and file.is_file():
+        return loaded(model, lambda: GenerationConfig.from_pretrained(model.name_or_path))
     try:
         return GenerationConfig.from_pretrained(model.name_or_path, revision=model.revision or "main")
     except OSError:
@@ -93,9 +114,9 @@ def load_config(model: Model) -> tuple[PretrainedConfig, list[str]]:
     notes: list[str] = []
     if not model.gguf_file:
         revision = {"revision": model.revision} if model.revision else {}
-        raw, _ = _loaded(model, lambda: PretrainedConfig.get_config_dict(model.name_or_path, **revision))
+        raw, _ = loaded(model, lambda: PretrainedConfig.get_config_dict(model.name_or_path, **revision))
         notes += check_config_json(raw, f"{model.name_or_path}: config.json")
-    config = _loaded(model, lambda: AutoConfig.from_pretrained(model.name_or_path, **_source(model)))
+    config = loaded(model, lambda: AutoConfig.from_pretrained(model.name_or_path, **arguments_of(model)))
     if (request := rope.requested(model.rope)) is not None:
         notes += rope.apply(config, request)
     return config, notes
@@ -103,14 +124,19 @@ def load_config(model: Model) -> tuple[PretrainedConfig, list[str]]:
 
 def load_causal(model: Model, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The bare model in ``dtype``; weights that the files lack are an error, not a random start."""
-    arguments = _source(model)
+    arguments = arguments_of(model)
     if model.gguf_file:
         # Plain weights: left in GGUF blocks they could not be trained, nor saved.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     causal, info = _loaded(
         model,
         lambda: AutoModelForCausalLM.from_pretrained(
-            model.name_or_path, config=config, dtype=dtype, attn_implementation=model.attn, output_loading_info=True, **arguments
+            model.name_or_path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=model.attn,
+            output_loading_info=True,
+            **arguments,
         ),
     )
     if info["missing_keys"] or info["mismatched_keys"]:
@@ -132,8 +158,9 @@ def disable_dropout(module: nn.Module) -> int:
     for part in module.modules():
         if isinstance(part, nn.Dropout) and part.p > 0:
             part.p, found = 0.0, found + 1
-        if isinstance(part.__dict__.get("attention_dropout"), float) and part.attention_dropout > 0:
-            part.attention_dropout, found = 0.0, found + 1
+        attention = part.__dict__.get("attention_dropout")
+        if isinstance(attention, float) and attention > 0:
+            part.__dict__["attention_dropout"], found = 0.0, found + 1
     return found
 
 
@@ -173,15 +200,23 @@ def _fresh(causal: PreTrainedModel, lora: Lora) -> PeftModel:
     targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     if forbidden := {"lm_head", "embed_tokens"} & set(lora.targets):
         raise Refused(
-            f"lora.targets holds {', '.join(sorted(forbidden))}: with tied embeddings an adapter there changes input and "
-            'output alike, and exported adapters come apart. Fix: lora.targets = ["all-linear"], which leaves both out.'
+            f"lora.targets holds {', '.join(sorted(forbidden))}: with tied embeddings an adapter there changes input "
+            'and output alike, and exported adapters come apart. Fix: lora.targets = ["all-linear"], without them.'
         )
-    config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM")
+    # PEFT computes with a fraction too; a whole number is written as one, as other readers of the file expect it.
+    alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
+    config = LoraConfig(
+        r=lora.r, lora_alpha=cast(int, alpha), lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
+    )
     try:
         return get_peft_model(causal, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        names = sorted({name.rsplit(".", 1)[-1] for name, part in causal.named_modules() if isinstance(part, nn.Linear)})
-        raise Refused(f"lora.targets = {list(lora.targets)}: {error}. This model's linear layers are {', '.join(names)}.") from error
+        names = sorted(
+            {name.rsplit(".", 1)[-1] for name, part in causal.named_modules() if isinstance(part, nn.Linear)}
+        )
+        raise Refused(
+            f"lora.targets = {list(lora.targets)}: {error}. This model's linear layers are {', '.join(names)}."
+        ) from error
 
 
 def _continued(causal: PreTrainedModel, lora: Lora) -> PeftModel:
@@ -189,46 +224,34 @@ def _continued(causal: PreTrainedModel, lora: Lora) -> PeftModel:
     try:
         saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Refused(f"lora.start_adapter = {lora.start_adapter}: {error}. Expected a folder that PEFT saved.") from error
+        raise Refused(
+            f"lora.start_adapter = {lora.start_adapter}: {error}. Expected a folder that PEFT saved."
+        ) from error
     if (saved.get("r"), saved.get("lora_alpha")) != (lora.r, lora.alpha):
         raise Refused(
-            f"lora.start_adapter = {folder}: its r and lora_alpha are {saved.get('r')} and {saved.get('lora_alpha')}, the run "
+            f"lora.start_adapter = {folder}: its r and lora_alpha are {saved.get('r')} and "
+            f"{saved.get('lora_alpha')}, the run "
             f"file's lora.r and lora.alpha are {lora.r} and {lora.alpha}. Fix: set lora.r = {saved.get('r')} and "
             f"lora.alpha = {saved.get('lora_alpha')}."
         )
-    peft = PeftModel.from_pretrained(causal, folder, is_trainable=True, autocast_adapter_dtype=False)
-    peft.load_adapter(folder, adapter_name=REFERENCE_ADAPTER, is_trainable=False, autocast_adapter_dtype=False)
-    return peft
-
-
-def _source(model: Model) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if model.revision:
-        arguments["revision"] = model.revision
-    if model.gguf_file:
-        try:
-            import gguf  # noqa: F401  (an extra; transformers' own message names no package of ours)
-        except ImportError as error:
-            raise Refused("model.gguf_file needs the package gguf. Fix: pip install 'zero-grpo[gguf]'.") from error
-        arguments["gguf_file"] = model.gguf_file
-    return arguments
-
-
-def _loaded(model: Model, load: Any) -> Any:
-    """``load()``, with what transformers raises for a wrong path, name or file said in one message."""
-    path = Path(model.name_or_path)
-    if path.is_file():
-        raise Refused(
-            f"model.name_or_path = {model.name_or_path} is a file. Fix: give its folder, and a GGUF file's name as model.gguf_file."
-        )
-    if path.is_dir() and model.gguf_file and not (path / model.gguf_file).is_file():
-        present = sorted(file.name for file in path.glob("*.gguf"))
-        raise Refused(f"model.gguf_file = {model.gguf_file}: not in {path}. Present: {', '.join(present) or 'no .gguf file'}.")
+    if saved.get("peft_type") != "LORA":
+        raise Refused(f"lora.start_adapter = {folder}: its peft_type is {saved.get('peft_type')}, expected LORA.")
+    if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        raise Refused(f"lora.start_adapter = {folder}: no adapter_model.safetensors there. Fix: copy the whole folder.")
     try:
-        return load()
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = " ".join(str(error).split())[:400]
+        peft = PeftModel.from_pretrained(causal, str(folder), is_trainable=True, autocast_adapter_dtype=False)
+        peft.load_adapter(str(folder), REFERENCE_ADAPTER, is_trainable=False, autocast_adapter_dtype=False)
+        files = set(load_peft_weights(str(folder), device="cpu"))
+    except Exception as error:  # peft, safetensors and torch raise kinds of their own for a broken or foreign file
         raise Refused(
-            f"model.name_or_path = {model.name_or_path}: transformers cannot load it: {reason} "
-            "Fix: give a folder with config.json, weights and tokenizer, or a hub name that this machine can reach."
+            f"lora.start_adapter = {folder}: PEFT cannot load it onto this model: {' '.join(str(error).split())[:400]} "
+            f"Its base is {saved.get('base_model_name_or_path')}. Fix: train on that base, or copy the adapter again."
         ) from error
+    # PEFT passes over names that it does not find, and leaves those adapters as they start: without effect.
+    if differing := sorted(files ^ set(adapter_weights(peft))):
+        raise Refused(
+            f"lora.start_adapter = {folder}: its weights are not those of an adapter of this model: {len(differing)} names "
+            f"differ (first: {', '.join(differing[:3])}). Its base is {saved.get('base_model_name_or_path')}. "
+            "Fix: train on that base."
+        )
+    return peft

@@ -40,7 +40,9 @@ class Reference:
         return None if self.copy is None else self.copy.head.weight.detach()
 
 
-def make_reference(policy: Policy, mode: str, *, temperature: float, device: torch.device, continued: bool) -> Reference:
+def make_reference(
+    policy: Policy, mode: str, *, temperature: float, device: torch.device, continued: bool
+) -> Reference:
     """``mode``: auto | adapter | cpu | gpu. LoRA: the policy with its adapter off, or with the frozen start adapter
     when training continues from one, so that KL is 0 at step 0. Full fine-tuning: a frozen copy."""
     if policy.peft is not None and mode in ("auto", "adapter"):
@@ -50,7 +52,9 @@ def make_reference(policy: Policy, mode: str, *, temperature: float, device: tor
         return Reference("adapter off", lambda: adapter_off(peft))
     frozen = TokenScorer(copy.deepcopy(policy.causal), temperature).requires_grad_(False).eval()
     if mode == "gpu" or device.type == "cpu":
-        return Reference("copy on the CPU" if device.type == "cpu" else "copy on the device", nullcontext, frozen.to(device))
+        return Reference(
+            "copy on the CPU" if device.type == "cpu" else "copy on the device", nullcontext, frozen.to(device)
+        )
     return Reference("copy on the CPU", lambda: _visiting(frozen, device), frozen)
 
 

@@ -25,7 +25,8 @@ class TokenScorer(nn.Module):
         *,
         return_hidden: bool = False,
     ) -> dict[str, Tensor]:
-        """Scores of the N scored tokens: logps, entropy, exact_kl (zeros without a reference), hidden (N, H) on request.
+        """Scores of the N scored tokens: logps, entropy, exact_kl (zeros without a reference), hidden (N, H) on
+        request.
 
         A dict of tensors: ZeRO-3's backward hooks do not look inside a dataclass.
         """
@@ -50,11 +51,14 @@ def token_scores(scores: dict[str, Tensor], *, exact: bool) -> TokenScores:
 
 @torch.no_grad()
 def check_head(scorer: TokenScorer) -> None:
-    """Refuses an architecture whose logits are more than ``lm_head(hidden)`` (scaled, capped, ...): ours would differ."""
+    """Refuses an architecture whose logits are more than ``lm_head(hidden)`` (scaled, capped, ...): ours would
+    differ."""
     causal = scorer.causal
     ids = torch.arange(2, 10, device=scorer.head.weight.device)[None]
     ones = torch.ones_like(ids)
-    rows = PackedRows(ids, ones, torch.arange(8, device=ids.device)[None], ones[0].cumsum(0)[:-1] - 1, ids[0, 1:], ones[0, :-1] * 0)
+    rows = PackedRows(
+        ids, ones, torch.arange(8, device=ids.device)[None], ones[0].cumsum(0)[:-1] - 1, ids[0, 1:], ones[0, :-1] * 0
+    )
     expected = (causal(input_ids=ids, use_cache=False).logits.float() / scorer.head.temperature).log_softmax(-1)
     expected = expected[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
     gap = (scorer(rows)["logps"] - expected).abs().max().item()
@@ -62,5 +66,6 @@ def check_head(scorer: TokenScorer) -> None:
         raise Refused(
             f"{type(causal).__name__}: log-probs from its head's weight differ from its own logits by {gap:.3g} nats, "
             "so this architecture changes its logits after the head (scaling or soft-capping). "
-            "Expected plain logits = lm_head(hidden), as in Llama, Qwen2, Qwen3, SmolLM, Mistral. Fix: use one of those."
+            "Expected plain logits = lm_head(hidden), as in Llama, Qwen2, Qwen3, SmolLM, Mistral. Fix: use one of "
+            "those."
         )

@@ -24,6 +24,7 @@ def check_offload(deepspeed_config: dict[str, Any]) -> None:
         if age > STALE_SECONDS:
             raise Refused(
                 f"engine.deepspeed asks for optimizer offload, but the build of its CPU Adam is locked by {lock}, "
-                f"{age / 60:.0f} minutes old: a build that was killed leaves it behind, and every later one waits for it for ever. "
+                f"{age / 60:.0f} minutes old: a build that was killed leaves it behind, and every later one waits "
+                "for it for ever. "
                 f"Fix: rm {lock} (when no other run is compiling just now)."
             )

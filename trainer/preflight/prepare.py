@@ -1,7 +1,6 @@
 """From a run file to a run that can start: every check first, the weights after, the engine last."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,14 @@ from trainer.data.prompts import PromptSets, load_prompts
 from trainer.data.stops import StopIds, declared_eos, stop_ids
 from trainer.engine import ZeroEngine
 from trainer.errors import Refused
-from trainer.models.policy import Policy, load_config, load_generation_config, load_policy, load_tokenizer, resolve_dtype
+from trainer.models.policy import (
+    Policy,
+    load_config,
+    load_generation_config,
+    load_policy,
+    load_tokenizer,
+    resolve_dtype,
+)
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
@@ -23,7 +29,7 @@ from trainer.preflight.offload import check_offload
 from trainer.preflight.replay import check_replay
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hf import Decoder
-from trainer.rollout.hooks import HookContext, load_hooks, run_hooks
+from trainer.rollout.hooks import Hook, HookContext, load_hooks, run_hooks
 from trainer.rollout.rope_guard import rope_guard
 from trainer.state import State
 from trainer.world import World
@@ -43,7 +49,7 @@ class Checked:
     model_config: PretrainedConfig
     prompts: PromptSets
     rewards: RewardRuntime
-    hooks: list[Callable[[HookContext], object]]
+    hooks: list[Hook]
     dtype: torch.dtype
     steps: int
     notes: list[str]
@@ -83,7 +89,9 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
         f"{steps} steps of {rollout.prompts_per_step} prompts x {rollout.num_generations} completions = "
         f"{config.completions_per_step} completions, {config.grpo.updates_per_rollout} update(s) each"
     )
-    return Checked(config, deepspeed, tokenizer, model_config, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes)
+    return Checked(
+        config, deepspeed, tokenizer, model_config, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes
+    )
 
 
 @dataclass(frozen=True)
@@ -105,8 +113,10 @@ def load_models(checked: Checked, world: World) -> Models:
     stops = stop_ids(tokenizer, policy.generation_config)
     checked.notes.extend(stops.notes)
     named = ", ".join(f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)})" for token_id in stops.ids)
-    checked.notes.append(f"a completion ends with token {named or 'none'}, or after {config.rollout.max_new_tokens} tokens")
-    scorer = TokenScorer(policy.causal.to(world.device), config.rollout.temperature)
+    checked.notes.append(
+        f"a completion ends with token {named or 'none'}, or after {config.rollout.max_new_tokens} tokens"
+    )
+    scorer = TokenScorer(policy.causal, config.rollout.temperature).to(world.device)
     check_head(scorer)
     reference = None
     if config.grpo.kl.coef or config.grpo.kl.schedule == "adaptive":
@@ -162,6 +172,7 @@ def _steps(config: RunConfig, prompts: int) -> int:
     if prompts < config.rollout.prompts_per_step:
         raise Refused(
             f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, but data.source = {config.data.source} has "
-            f"{prompts} usable prompts, and a step never holds one twice. Fix: rollout.prompts_per_step = {prompts} or less."
+            f"{prompts} usable prompts, and a step never holds one twice. Fix: rollout.prompts_per_step = {prompts} "
+            "or less."
         )
     return config.run.steps or math.ceil(config.run.epochs * prompts / config.rollout.prompts_per_step)

@@ -18,11 +18,15 @@ def check_replay(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     folder = Path(config.rollout.replay)
     recorded = sorted(folder.glob("step-*.jsonl")) or sorted((folder / "rollouts").glob("step-*.jsonl"))
     if not recorded:
-        raise Refused(f"rollout.replay = {folder}: no step-000001.jsonl there. Fix: give a run directory, or its rollouts/ folder.")
+        raise Refused(
+            f"rollout.replay = {folder}: no step-000001.jsonl there. Fix: give a run directory, or its rollouts/ "
+            "folder."
+        )
     steps = config.run.steps or len(recorded)
     if steps > len(recorded):
         raise Refused(
-            f"run.steps = {steps}, but rollout.replay = {folder} holds {len(recorded)} steps. Fix: run.steps = {len(recorded)}."
+            f"run.steps = {steps}, but rollout.replay = {folder} holds {len(recorded)} steps. Fix: run.steps = "
+            f"{len(recorded)}."
         )
     vocabulary = recorded[0].parent / "vocabulary.json"
     if vocabulary.is_file():
@@ -34,14 +38,17 @@ def check_replay(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
             _check_ids(folder, step, number, row["prompt_ids"] + row["completion_ids"], len(tokenizer))
             _check_rewards(folder, step, number, row["rewards"], names)
             prompts[row["row"]] = recorded_prompt(row)
-    return PromptSets(train=list(prompts.values()), eval=[], notes=[f"replaying {steps} recorded steps of {folder}"]), steps
+    return PromptSets(
+        train=list(prompts.values()), eval=[], notes=[f"replaying {steps} recorded steps of {folder}"]
+    ), steps
 
 
 def _check_ids(folder: Path, step: int, number: int, ids: list[int], size: int) -> None:
     beyond = [token for token in ids if not 0 <= token < size]
     if beyond:
         raise Refused(
-            f"rollout.replay = {folder}: step {step}, row {number} holds token {beyond[0]}, beyond this tokenizer's {size}. "
+            f"rollout.replay = {folder}: step {step}, row {number} holds token {beyond[0]}, beyond this tokenizer's "
+            f"{size}. "
             "Fix: replay with the model that recorded it."
         )
 
@@ -49,6 +56,7 @@ def _check_ids(folder: Path, step: int, number: int, ids: list[int], size: int) 
 def _check_rewards(folder: Path, step: int, number: int, recorded: dict[str, float | None], names: set[str]) -> None:
     if names and names != set(recorded):
         raise Refused(
-            f"rollout.replay = {folder}: step {step}, row {number} has the rewards {', '.join(sorted(recorded)) or 'none'}, "
+            f"rollout.replay = {folder}: step {step}, row {number} has the rewards "
+            f"{', '.join(sorted(recorded)) or 'none'}, "
             f"the run file {', '.join(sorted(names))}. Fix: name the same ones, or leave [[reward]] out."
         )

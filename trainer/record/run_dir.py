@@ -28,7 +28,9 @@ class RunDirectory:
         above = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             what = "cannot be written" if above.is_dir() else "is a file"
-            raise Refused(f"run.dir: {self.path} cannot be created: {above} {what}. Fix: set run.dir to a path you can write.")
+            raise Refused(
+                f"run.dir: {self.path} cannot be created: {above} {what}. Fix: set run.dir to a path you can write."
+            )
         found = [name for name in RUN_FILES if (self.path / name).exists()]
         if found:
             raise Refused(

@@ -123,7 +123,8 @@ class RewardRuntime:
 def total_reward(
     rewards: Mapping[str, float | None], weights: Mapping[str, float], failed: Collection[str] = ()
 ) -> float | None:
-    """The weighted sum of the rewards that score the row, as in TRL; None = unscored, where none does, or one that counts failed.
+    """The weighted sum of the rewards that score the row, as in TRL; None = unscored, where none does, or one that
+    counts failed.
 
     None among ``rewards`` is what the function returned: it does not apply to the row, as where the rows are several
     tasks with a function each. One that failed should have applied: without it the sum would be of another scale.

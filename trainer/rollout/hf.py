@@ -3,12 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import StopStringCriteria
 
 from trainer.batch import Completion, Prompt
@@ -38,7 +44,13 @@ class Decoder:
     seed: int
 
     def generate(
-        self, groups: Sequence[Group], *, step: int, generations: int, purpose: Literal["train", "eval"] = "train", greedy: bool = False
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        generations: int,
+        purpose: Literal["train", "eval"] = "train",
+        greedy: bool = False,
     ) -> list[Completion]:
         """``generations`` completions of each prompt, in order of group and generation.
 
@@ -49,7 +61,9 @@ class Decoder:
         with decoding(self.causal):
             for start in range(0, len(rows), MAX_ROWS):
                 part = rows[start : start + MAX_ROWS]
-                keys = [NoiseKey(self.seed, purpose, step, group.prompt.index, generation) for group, generation in part]
+                keys = [
+                    NoiseKey(self.seed, purpose, step, group.prompt.index, generation) for group, generation in part
+                ]
                 completions += self._decode(part, None if greedy else keys)
         return completions
 
@@ -60,12 +74,11 @@ class Decoder:
         uniforms = None
         if keys is not None:
             uniforms = torch.from_numpy(np.stack([key.uniforms(limit) for key in keys])).to(device)
-        sampler = KeyedSampler(
-            self.rollout, uniforms, tokenizer_size=len(self.tokenizer), dtype=self.causal.dtype
-        )
+        sampler = KeyedSampler(self.rollout, uniforms, tokenizer_size=len(self.tokenizer), dtype=self.causal.dtype)
         ends = _Ends(self.tokenizer, self.rollout.stop, self.stop_ids, len(rows))
         input_ids, attention_mask = self._left_padded([group.prompt.ids for group, _ in rows])
-        self.causal.generate(
+        generate: Any = self.causal.generate  # a mixin's method, which nn.Module's attribute type hides
+        generate(
             input_ids=input_ids.to(device),
             attention_mask=attention_mask.to(device),
             generation_config=self._explicit(limit),
@@ -79,7 +92,9 @@ class Decoder:
             for row, (group, generation) in enumerate(rows)
         ]
 
-    def _completion(self, group: Group, generation: int, tokens: list[int], logps: list[float], length: int) -> Completion:
+    def _completion(
+        self, group: Group, generation: int, tokens: list[int], logps: list[float], length: int
+    ) -> Completion:
         stopped = length > 0
         ids = tuple(tokens[:length] if stopped else tokens)
         return Completion(
@@ -89,7 +104,7 @@ class Decoder:
             ids=ids,
             sampling_logps=tuple(logps[: len(ids)]),
             finish="stop" if stopped else "length",
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=str(self.tokenizer.decode(list(ids), skip_special_tokens=True)),
         )
 
     def _explicit(self, limit: int) -> GenerationConfig:
@@ -117,13 +132,15 @@ class Decoder:
 class _Ends(StoppingCriteria):
     """Ends a row at the first stop id or stop string, and notes its length then (0 while it runs)."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], stop_ids: Sequence[int], rows: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], stop_ids: Sequence[int], rows: int
+    ) -> None:
         self.strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
         self.stop_ids = torch.tensor(list(stop_ids))
         self.length = [0] * rows
         self.steps = 0
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
         self.steps += 1
         done = torch.isin(input_ids[:, -1], self.stop_ids.to(input_ids.device))
         if self.strings is not None:

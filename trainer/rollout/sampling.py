@@ -4,13 +4,19 @@ So a completion does not depend on the rank, the batch or the order it was decod
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from trainer.config.grpo import Rollout
 from trainer.errors import Stopped
@@ -71,20 +77,22 @@ class KeyedSampler(LogitsProcessor):
         self.tokens: list[Tensor] = []
         self.logps: list[Tensor] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(S, context), (S, V) fp32 logits -> (S, V), 0 at the drawn token and -inf elsewhere."""
         if not torch.isfinite(scores).all():
             raise Stopped(
-                f"rollout: the logits of decoding position {len(self.tokens)} hold NaN or infinity (weights in {self.dtype}). "
-                "Sampling from them would write token 0 (\"!\") for ever. The usual causes: an update that was too large "
+                f"rollout: the logits of decoding position {len(self.tokens)} hold NaN or infinity (weights in "
+                f"{self.dtype}). "
+                'Sampling from them would write token 0 ("!") for ever. The usual causes: an update that was too large '
                 "(lower optim.lr, keep optim.max_grad_norm), or activations that overflow in 16 bits (model.dtype)."
             )
         # As scored later: the temperature, but none of the filters.
         logps = (scores / self.temperature).log_softmax(-1)
-        allowed = self.before(input_ids, scores) / self.temperature
+        context = cast(torch.LongTensor, input_ids)
+        allowed = self.before(context, cast(torch.FloatTensor, scores)) / self.temperature
         # Rows of the embedding beyond the tokenizer are padding of the matrix: ids that no text has.
         allowed[:, self.tokenizer_size :] = -torch.inf
-        allowed = self.after(input_ids, allowed)
+        allowed = self.after(context, cast(torch.FloatTensor, allowed))
         if self.uniforms is None:
             drawn = allowed.argmax(-1)
         else:

@@ -1,0 +1,124 @@
+"""Where a model comes from: a folder, a hub name or a GGUF file, and what is said when it cannot be had."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+
+from trainer.config.sections import Model
+from trainer.errors import Refused
+
+T = TypeVar("T")
+
+OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?:[\w.-]+")
+LFS_POINTER = b"version https://git-lfs"
+SECONDS_TO_REACH_THE_HUB = 10.0
+
+
+def arguments_of(model: Model) -> dict[str, Any]:
+    """What every ``from_pretrained`` of this model gets beside its name."""
+    arguments: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    if model.revision:
+        arguments["revision"] = model.revision
+    if model.gguf_file:
+        try:
+            import gguf  # noqa: F401  (an extra; transformers' own message names no package of ours)
+        except ImportError as error:
+            raise Refused("model.gguf_file needs the package gguf. Fix: pip install 'zero-grpo[gguf]'.") from error
+        arguments["gguf_file"] = model.gguf_file
+    return arguments
+
+
+def local_file(model: Model, name: str) -> Path | None:
+    """A file of the model's folder; None for a hub name."""
+    folder = Path(model.name_or_path)
+    return folder / name if folder.is_dir() else None
+
+
+def loaded(model: Model, load: Callable[[], T]) -> T:
+    """``load()``, with what is wrong with the path, the name or the files said in one message."""
+    if Path(model.name_or_path).is_dir():
+        _check_folder(model, Path(model.name_or_path))
+        fix = "the folder needs config.json, weights and tokenizer, whole and of one model; copy it again"
+    else:
+        _check_name(model)
+        fix = "give the name of a causal language model on the hub, or the folder of one"
+    try:
+        return load()
+    except Refused:
+        raise
+    except Exception as error:  # transformers, safetensors, tokenizers and gguf raise kinds of their own
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        raise Refused(
+            f"model.name_or_path = {model.name_or_path}: transformers cannot load it: {reason}\nFix: {fix}."
+        ) from error
+
+
+def _check_folder(model: Model, folder: Path) -> None:
+    if model.gguf_file:
+        if not (folder / model.gguf_file).is_file():
+            present = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "no .gguf file"
+            raise Refused(f"model.gguf_file = {model.gguf_file}: not in {folder}. Present: {present}.")
+    elif not (folder / "config.json").is_file():
+        raise Refused(f"model.name_or_path = {folder}: no config.json there. {_instead_of_a_config(folder)}")
+    for file in (*folder.glob("*.safetensors"), *folder.glob("*.gguf"), *folder.glob("tokenizer.json")):
+        with file.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise Refused(f"{file} is a git-lfs pointer, not the file itself. Fix: git lfs pull, in {folder}.")
+
+
+def _instead_of_a_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return f"It is an adapter. Fix: model.name_or_path = its base model, lora.start_adapter = {folder}."
+    if files := sorted(file.name for file in folder.glob("*.gguf")):
+        return f'Fix: model.gguf_file = "{files[0]}".'
+    inside = sorted(file.parent for file in folder.glob("*/config.json"))
+    return f"Did you mean {inside[0]}?" if inside else "Fix: give the folder that holds config.json, weights and tokenizer."
+
+
+def _check_name(model: Model) -> None:
+    name = model.name_or_path
+    path = Path(name)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            raise Refused(
+                f'model.name_or_path = {name} is a file. Fix: model.name_or_path = "{path.parent}", '
+                f'model.gguf_file = "{path.name}".'
+            )
+        raise Refused(f"model.name_or_path = {name} is a file. Fix: give the folder of the model.")
+    if OLLAMA_NAME.fullmatch(name):
+        raise Refused(
+            f"model.name_or_path = {name} reads like a name of ollama's, whose quantised files cannot be trained as they "
+            "are. Fix: the hub name of the same model, such as Qwen/Qwen2.5-7B-Instruct; or a GGUF file of it, which is "
+            "dequantised: its folder as model.name_or_path, its name as model.gguf_file."
+        )
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
+        raise Refused(f"model.name_or_path = {name}: no such folder, seen from {Path.cwd()}. Fix: correct the path.")
+    _check_hub(model)
+
+
+def _check_hub(model: Model) -> None:
+    """One plain request: the loaders would try for half a minute before they say less."""
+    name, file = model.name_or_path, model.gguf_file or "config.json"
+    if isinstance(try_to_load_from_cache(name, file, revision=model.revision or None), str):
+        return
+    where = f"model.name_or_path = {name}: no folder of that name in {Path.cwd()}, and"
+    try:
+        HfApi().model_info(name, revision=model.revision or None, timeout=SECONDS_TO_REACH_THE_HUB)
+    except RevisionNotFoundError:
+        raise Refused(f"model.revision = {model.revision}: the hub has no such branch, tag or commit of {name}.") from None
+    except RepositoryNotFoundError:
+        raise Refused(f"{where} no such model on the hub. Fix: correct the name; for a private model, set HF_TOKEN.") from None
+    except OfflineModeIsEnabled:
+        raise Refused(f"{where} HF_HUB_OFFLINE forbids to ask the hub. Fix: give the model's folder.") from None
+    except httpx.TransportError as error:
+        raise Refused(
+            f"{where} the hub cannot be reached: {error}. Fix: give a model's folder; or check the network "
+            "(HF_ENDPOINT may name a mirror)."
+        ) from None
+    except httpx.HTTPError:
+        return  # a mirror without this request; the loaders say what they find
