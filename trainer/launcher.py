@@ -92,6 +92,7 @@ def _sort(process: subprocess.Popen[str], log: Path, said: list[str]) -> None:
 def _keep_log(log: Path, run_dir: Path, code: int) -> None:
     """Beside the run's records, since it holds what reward functions printed; a refused run has none."""
     if code != 2 and run_dir.is_dir():
+        log.chmod(0o644)
         shutil.move(log, run_dir / "launcher.log")
     else:
         log.unlink()

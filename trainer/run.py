@@ -19,6 +19,8 @@ ASKED_TO_END: dict[int, tuple[RunState, int, str]] = {
     signal.SIGINT: ("interrupted", 130, "Ctrl-C"),
     signal.SIGTERM: ("preempted", 75, "SIGTERM, by a scheduler or a launcher"),
 }
+SECONDS_TO_NOTICE = 2.0
+"""The deepspeed launcher sends SIGTERM right after the SIGINT that all have got: it must not break into the answer."""
 
 
 def train_run(config: RunConfig, folder: Path) -> int:
@@ -37,7 +39,6 @@ def train_run(config: RunConfig, folder: Path) -> int:
         _record(output, "stopped", end.exit_code, str(end))
         raise
     except KeyboardInterrupt:
-        # The launcher may send a second signal while the first one is being answered.
         for number in ASKED_TO_END:
             signal.signal(number, signal.SIG_IGN)
         state, code, who = ASKED_TO_END[received[0] if received else signal.SIGINT]
@@ -69,12 +70,17 @@ def _record(outputs: list[Output], state: RunState, exit_code: int, reason: str)
 
 
 def _signals_as_interrupts() -> list[int]:
-    """SIGTERM, like SIGINT, raises KeyboardInterrupt, which no ``except Exception`` swallows. Returns what has come
-    so far."""
+    """SIGTERM, like SIGINT, raises KeyboardInterrupt, which no ``except Exception`` swallows. Returns what has come."""
     received: list[int] = []
+    first = 0.0
 
     def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first
         received.append(number)
+        if len(received) == 1:
+            first = time.monotonic()
+        elif time.monotonic() - first < SECONDS_TO_NOTICE:
+            return
         raise KeyboardInterrupt
 
     for number in ASKED_TO_END:

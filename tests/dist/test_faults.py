@@ -1,4 +1,4 @@
-"""Faults that need two ranks: one launch runs the cells of faults.py, and each test reads one. Rows: tests/FAULTS.md."""
+"""Faults that need two ranks: one launch runs the cells of faults.py, each test reads one. Rows: tests/FAULTS.md."""
 
 import json
 import math
@@ -31,7 +31,8 @@ def found(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What both ranks found, by cell."""
     worker = str(Path(__file__).with_name("faults.py"))
     results = folder / "results.json"
-    for rank in run_ranks([worker, str(folder), str(results)], 2, 29706):
+    # Every cell compares values, so that the comparison of shapes before each collective, half of the time, can go.
+    for rank in run_ranks([worker, str(folder), str(results)], 2, 29706, TORCH_DISTRIBUTED_DEBUG="OFF"):
         assert rank.code == 0, rank.output[-3000:]
     cells = json.loads(results.read_text())
     for cell, ranks in cells.items():

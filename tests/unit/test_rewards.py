@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from trainer.batch import Completion, Prompt
+from trainer.collect import recorded_reward
 from trainer.config.grpo import Reward
 from trainer.errors import Refused
-from trainer.rewards.runtime import RewardRuntime
+from trainer.rewards.runtime import RewardRuntime, total_reward
 
 TRL_MODULE = """
 import asyncio, re
@@ -188,6 +189,65 @@ def test_weights_sum_and_weight_zero_only_records(folder: Path) -> None:
     RewardRuntime(sections, folder).score(rows, 0)
     assert [c.reward for c in rows] == [0.5, -1.5]
     assert rows[0].rewards == {"tokens": 3.0, "exact": 1.0, "watched": None}
+
+
+MULTI_TASK = """
+def sums(completions, task):
+    return [1.0 if kind == "sum" else None for kind in task]
+def poems(completions, task):
+    return [0.5 if kind == "poem" else None for kind in task]
+def fails_on_jokes(completions, task):
+    if "joke" in task:
+        raise ValueError("no joke")
+    return [0.25] * len(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "failed", "total"),
+    [
+        ({"a": 1.0, "b": 0.5}, {"a": 2.0, "b": -1.0}, (), 1.5),
+        ({"a": 1.0, "b": None}, {"a": 2.0, "b": 1.0}, (), 2.0),  # b does not apply
+        ({"a": None, "b": None}, {}, (), None),
+        ({"a": 1.0, "b": None}, {}, ("b",), None),  # b should have applied
+        ({"a": 1.0, "b": None}, {"b": 0.0}, ("b",), 1.0),  # b only records
+        ({"a": None, "b": 1.0}, {"b": 0.0}, (), None),  # what only records scores nothing
+        ({"a": 0.0}, {}, (), 0.0),
+    ],
+)
+def test_total_reward(
+    rewards: dict[str, float | None], weights: dict[str, float], failed: tuple[str, ...], total: float | None
+) -> None:
+    assert total_reward(rewards, weights, failed) == total
+
+
+def test_functions_of_several_tasks_leave_each_other_s_rows_out(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(MULTI_TASK)
+    rewards = runtime(tmp_path, "sums", "poems", "fails_on_jokes", retries=0)
+    rows = [row("a", task="sum"), row("b", task="poem"), row("c", task="joke"), row("d", task="sonnet")]
+    rewards.score(rows, 0)
+    assert [c.reward for c in rows] == [1.25, 0.75, None, 0.25]
+
+
+def test_b45_a_fallback_is_a_score(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(MULTI_TASK)
+    rewards = runtime(tmp_path, "sums", "fails_on_jokes", retries=0, fallback=-1.0)
+    rows = [row("a", task="sum"), row("c", task="joke")]
+    rewards.score(rows, 0)
+    assert [c.reward for c in rows] == [1.25, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "reward"),
+    [
+        ({"rewards": {"a": 1.0, "b": None}, "reward": 9.0}, 2.0),  # by today's weights
+        ({"rewards": {"a": 1.0, "b": None}, "reward": None}, None),  # b had failed
+        ({"rewards": {"a": 1.0, "b": None}}, 2.0),
+        ({"rewards": {"a": None, "b": None}, "reward": None}, None),
+    ],
+)
+def test_a_recorded_reward_is_summed_by_the_same_rule(row: dict[str, Any], reward: float | None) -> None:
+    assert recorded_reward(row, {"a": 2.0, "b": 1.0}) == reward
 
 
 def test_a_rank_without_completions_asks_nothing(folder: Path) -> None:

@@ -284,4 +284,5 @@ def answer(path: Sequence[str]) -> str:
         close = difflib.get_close_matches(names[-1], candidates, n=1, cutoff=0.7)
         if close:
             return f"Did you mean {candidates[close[0]]}?"
-    return ""
+    close = difflib.get_close_matches(names[-1], PEERS, n=1, cutoff=0.85)
+    return f"Use {PEERS[close[0]]}." if close else ""

@@ -144,8 +144,8 @@ def _refuse_split(source: Source, own: str = "train") -> None:
         )
     if source.split not in ("train", own):
         raise Refused(
-            f'{source.split_key} = "{source.split}": {source.name} is a single table without splits. '
-            "Name another file in data.eval_source, or hold rows out with data.eval_fraction."
+            f'{source.split_key} = "{source.split}": {source.name} is a single table without splits. Remove it; to '
+            "evaluate, name another file in data.eval_source, or hold rows out with data.eval_fraction."
         )
 
 

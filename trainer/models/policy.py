@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +26,8 @@ from transformers import (
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
 from trainer.models import rope
-from trainer.models.source import arguments_of, loaded, local_file
 from trainer.models.rope_fields import check_config_json
+from trainer.models.source import arguments_of, loaded, local_file
 
 REFERENCE_ADAPTER = "reference"
 """Name of the frozen copy of the start adapter, beside the trained "default"."""
@@ -83,7 +84,7 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 
 
 def load_generation_config(model: Model) -> GenerationConfig:
-    """The checkpoint's own; an empty one where it has none. Refused when it is broken, since it may hold the stop ids."""
+    """The checkpoint's own; an empty one where it has none. Refused when broken, since it may hold the stop ids."""
     if (file := local_file(model, "generation_config.json")) and file.is_file():
         return loaded(model, lambda: GenerationConfig.from_pretrained(model.name_or_path))
     try:
@@ -128,19 +129,23 @@ def load_causal(model: Model, config: PretrainedConfig, dtype: torch.dtype) -> P
     if model.gguf_file:
         # Plain weights: left in GGUF blocks they could not be trained, nor saved.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
-    causal, info = _loaded(
-        model,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            model.name_or_path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=model.attn,
-            output_loading_info=True,
-            **arguments,
-        ),
-    )
-    if info["missing_keys"] or info["mismatched_keys"]:
-        missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if model.attn == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise Refused(
+            'model.attn = "flash_attention_2" needs the package flash_attn, which is not installed. '
+            'Fix: model.attn = "sdpa".'
+        )
+    # Weights of another shape are reported here and refused below, by name; transformers only logs their names.
+    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "attn_implementation": model.attn}
+    load = AutoModelForCausalLM.from_pretrained
+    result: Any = loaded(model, lambda: load(model.name_or_path, config=config, dtype=dtype, **arguments))
+    causal, info = result
+    if misfits := sorted(info["mismatched_keys"]):
+        first = [f"{name} is {list(here)}, config.json wants {list(there)}" for name, here, there in misfits[:3]]
+        raise Refused(
+            f"{model.name_or_path}: {len(misfits)} weights do not have the shape of config.json "
+            f"(first: {'; '.join(first)}). Fix: use config.json and weights of one model."
+        )
+    if missing := sorted(map(str, info["missing_keys"])):
         raise Refused(
             f"{model.name_or_path}: the files lack {len(missing)} weights of {type(causal).__name__} "
             f"(first: {', '.join(missing[:5])}), which would start at random. Fix: use a complete checkpoint."
@@ -215,7 +220,8 @@ def _fresh(causal: PreTrainedModel, lora: Lora) -> PeftModel:
             {name.rsplit(".", 1)[-1] for name, part in causal.named_modules() if isinstance(part, nn.Linear)}
         )
         raise Refused(
-            f"lora.targets = {list(lora.targets)}: {error}. This model's linear layers are {', '.join(names)}."
+            f"lora.targets = {list(lora.targets)}: {str(error).rstrip('.')}. "
+            f"This model's linear layers are {', '.join(names)}."
         ) from error
 
 
@@ -250,8 +256,8 @@ def _continued(causal: PreTrainedModel, lora: Lora) -> PeftModel:
     # PEFT passes over names that it does not find, and leaves those adapters as they start: without effect.
     if differing := sorted(files ^ set(adapter_weights(peft))):
         raise Refused(
-            f"lora.start_adapter = {folder}: its weights are not those of an adapter of this model: {len(differing)} names "
-            f"differ (first: {', '.join(differing[:3])}). Its base is {saved.get('base_model_name_or_path')}. "
+            f"lora.start_adapter = {folder}: its weights are not those of an adapter of this model: {len(differing)} "
+            f"names differ (first: {', '.join(differing[:3])}). Its base is {saved.get('base_model_name_or_path')}. "
             "Fix: train on that base."
         )
     return peft

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 
 from trainer.config.sections import Model
 from trainer.errors import Refused
@@ -77,7 +76,9 @@ def _instead_of_a_config(folder: Path) -> str:
     if files := sorted(file.name for file in folder.glob("*.gguf")):
         return f'Fix: model.gguf_file = "{files[0]}".'
     inside = sorted(file.parent for file in folder.glob("*/config.json"))
-    return f"Did you mean {inside[0]}?" if inside else "Fix: give the folder that holds config.json, weights and tokenizer."
+    if inside:
+        return f"Did you mean {inside[0]}?"
+    return "Fix: give the folder that holds config.json, weights and tokenizer."
 
 
 def _check_name(model: Model) -> None:
@@ -92,9 +93,9 @@ def _check_name(model: Model) -> None:
         raise Refused(f"model.name_or_path = {name} is a file. Fix: give the folder of the model.")
     if OLLAMA_NAME.fullmatch(name):
         raise Refused(
-            f"model.name_or_path = {name} reads like a name of ollama's, whose quantised files cannot be trained as they "
-            "are. Fix: the hub name of the same model, such as Qwen/Qwen2.5-7B-Instruct; or a GGUF file of it, which is "
-            "dequantised: its folder as model.name_or_path, its name as model.gguf_file."
+            f"model.name_or_path = {name} reads like a name of ollama's, whose quantised files cannot be trained as "
+            "they are. Fix: the hub name of the same model, such as Qwen/Qwen2.5-7B-Instruct; or a GGUF file of it, "
+            "which is dequantised: its folder as model.name_or_path, its name as model.gguf_file."
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
         raise Refused(f"model.name_or_path = {name}: no such folder, seen from {Path.cwd()}. Fix: correct the path.")
@@ -110,15 +111,16 @@ def _check_hub(model: Model) -> None:
     try:
         HfApi().model_info(name, revision=model.revision or None, timeout=SECONDS_TO_REACH_THE_HUB)
     except RevisionNotFoundError:
-        raise Refused(f"model.revision = {model.revision}: the hub has no such branch, tag or commit of {name}.") from None
+        raise Refused(f"model.revision = {model.revision}: {name} has no such branch, tag or commit.") from None
     except RepositoryNotFoundError:
-        raise Refused(f"{where} no such model on the hub. Fix: correct the name; for a private model, set HF_TOKEN.") from None
+        fix = "Fix: correct the name; a private model needs HF_TOKEN."
+        raise Refused(f"{where} the hub has no such model. {fix}") from None
     except OfflineModeIsEnabled:
         raise Refused(f"{where} HF_HUB_OFFLINE forbids to ask the hub. Fix: give the model's folder.") from None
-    except httpx.TransportError as error:
+    except HfHubHTTPError:
+        return  # a mirror without this request, a token that expired: the loaders say what they meet
+    except Exception as error:  # what the HTTP client raises, whose name depends on the hub client's version
         raise Refused(
             f"{where} the hub cannot be reached: {error}. Fix: give a model's folder; or check the network "
             "(HF_ENDPOINT may name a mirror)."
         ) from None
-    except httpx.HTTPError:
-        return  # a mirror without this request; the loaders say what they find

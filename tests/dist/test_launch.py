@@ -1,0 +1,186 @@
+"""The ways to start a run, with two ranks: what the terminal shows, the exit code, and that nothing is left running."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import write_run
+
+ROOT = Path(__file__).parents[2]
+ZERO_GRPO = (sys.executable, "-m", "trainer", "train", "run.toml")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc_per_node",
+    "2",
+    "-m",
+    "trainer",
+    "train",
+    "run.toml",
+)
+
+RUN = """
+[run]
+dir = "out"
+steps = 2
+[model]
+name_or_path = "model"
+[data]
+source = "train.jsonl"
+chat_template = "off"
+[rollout]
+prompts_per_step = 4
+num_generations = 4
+max_new_tokens = 8
+[[reward]]
+name = "score"
+kind = "python"
+function = "rewards.py:spread"
+[engine]
+device = "cpu"
+"""
+NOISE = ("deepspeed", "[INFO]", "WARNING", "Loading weights", "gemm_4bit", "Warning:", "Traceback", "\x1e")
+FAILS_ON_RANK_1 = """
+import os
+def spread(completions, **_):
+    print("a print of the user's")
+    if os.environ["RANK"] == "1":
+        raise ValueError("no judge on rank 1")
+    return [float(len(text)) for text in completions]
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_run(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path
+
+
+def started(folder: Path, command: tuple[str, ...]) -> subprocess.Popen[str]:
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    environment = {name: value for name, value in os.environ.items() if name not in launched} | variables
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(folder: Path, *command: str) -> Ended:
+    process = started(folder, command)
+    try:
+        out, err = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    return Ended(process.returncode, out, err)
+
+
+def status(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "out/run_status.json").read_text())
+
+
+def left(folder: Path) -> list[str]:
+    """Processes that still work in the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").readlink() == folder:
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 150) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_two_ranks_show_the_run_alone(folder: Path) -> None:
+    ended = run(folder, *ZERO_GRPO, "--gpus", "2")
+    assert (ended.code, ended.err) == (0, "")
+    lines = [line for line in ended.out.splitlines() if line]
+    assert "2 rank(s)" in ended.out and sum(line.startswith("step ") for line in lines) == 2
+    assert lines[-1].startswith("load it: ")
+    for noise in NOISE:
+        assert noise not in ended.out
+    assert status(folder)["state"] == "done"
+    assert "launch.py" in (folder / "out/launcher.log").read_text()
+    assert left(folder) == []
+
+
+def test_a_mistake_that_two_ranks_find_is_said_once_and_last(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": null}\n')
+    ended = run(folder, *ZERO_GRPO, "--gpus", "2")
+    assert (ended.code, ended.err) == (2, "")
+    assert ended.out.count("row 1, prompt: got null") == 1 and ended.out.startswith("\nrefused: ")
+    assert not (folder / "out").exists()
+    assert left(folder) == []
+
+
+def test_a_mistake_under_torchrun_is_said_once_in_its_last_report(folder: Path) -> None:
+    (folder / "run.toml").write_text(RUN.replace("num_generations", "num_generation"))
+    ended = run(folder, *TORCHRUN)
+    everything = ended.out + ended.err
+    assert everything.count("Did you mean rollout.num_generations?") == 1
+    assert "Did you mean rollout.num_generations?" in everything.strip().splitlines()[-2]
+    assert ended.code == 1  # torchrun's own, whatever the ranks return
+    assert not (folder / "out").exists()
+    assert left(folder) == []
+
+
+def test_b45_a_reward_that_fails_on_one_rank_stops_all(folder: Path) -> None:
+    (folder / "rewards.py").write_text(FAILS_ON_RANK_1)
+    ended = run(folder, *ZERO_GRPO, "--gpus", "2", "--data.eval_fraction", "0.25")
+    assert (ended.code, ended.err) == (3, "")
+    assert ended.out.count("ValueError: no judge on rank 1") == 1 and "Traceback" not in ended.out
+    assert "no judge on rank 1" in ended.out.split("stopped: ")[1]
+    assert (status(folder)["state"], status(folder)["exit_code"]) == ("stopped", 3)
+    assert "a print of the user's" in (folder / "out/launcher.log").read_text()
+    assert left(folder) == []
+
+
+def ended_by(number: signal.Signals, folder: Path, *more: str) -> Ended:
+    """Signalled after its first step."""
+    process = started(folder, (*ZERO_GRPO, "--run.steps", "5000", "--log.samples_every", "0", *more))
+    try:
+        wait_for(lambda: (folder / "out/metrics.jsonl").exists() or process.poll() is not None)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    wait_for(lambda: left(folder) == [], seconds=5)
+    return Ended(process.returncode, out, err)
+
+
+def test_ctrl_c_ends_all_ranks_and_is_recorded(folder: Path) -> None:
+    ended = ended_by(signal.SIGINT, folder, "--gpus", "2")
+    assert (ended.code, ended.err) == (130, "") and "Traceback" not in ended.out
+    assert ended.out.strip().splitlines()[-1].startswith("interrupted: Ctrl-C, after step ")
+    assert (status(folder)["state"], status(folder)["exit_code"]) == ("interrupted", 130)
+
+
+def test_sigterm_ends_one_rank_which_shows_its_run_alone(folder: Path) -> None:
+    ended = ended_by(signal.SIGTERM, folder, "--engine.deepspeed", "zero3")
+    assert (ended.code, ended.err) == (75, "")
+    assert "1 rank(s)" in ended.out and ended.out.strip().splitlines()[-1].startswith("preempted: SIGTERM")
+    assert (status(folder)["state"], status(folder)["exit_code"]) == ("preempted", 75)
+    for noise in NOISE:
+        assert noise not in ended.out
