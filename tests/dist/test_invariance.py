@@ -83,6 +83,7 @@ def test_b01_the_coefficient_changes_the_update_for_every_estimator(tmp_path: Pa
 
 
 @pytest.mark.full
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("ranks", "port"), [(1, 29704), (2, 29705)])
 def test_i2_the_whole_matrix(ranks: int, port: int, tmp_path: Path, results: Any) -> None:
     found = run(everything(ranks), ranks, tmp_path, port, timeout=3600)

@@ -58,8 +58,9 @@ class Reward(Section):
         ge=0,
         le=1,
         description=(
-            "Share of a step's completions that may be without a score; more ends the run. A failed score is never"
-            " replaced by a number of ours."
+            "Share of a rank's completions of a step on which the function may fail (an exception, no answer in time);"
+            " more ends the run. A failed score is never replaced by a number of ours. None, returned for a row that"
+            " the function does not apply to, is no failure."
         ),
     )
     fallback: float | None = Field(
