@@ -62,13 +62,11 @@ def all_reduced(world: World, sums: Sums) -> Sums:
     return total
 
 
-def step_metrics(world: World, sums: Sums, seconds: dict[str, float]) -> dict[str, float]:
-    """The metrics of one step, equal on all ranks. Seconds are those of the slowest rank."""
+def step_metrics(world: World, sums: Sums, seconds: dict[str, float], peak_bytes: int) -> dict[str, float]:
+    """The metrics of one step, equal on all ranks. Seconds are of the slowest rank, memory of the fullest."""
     for phase, value in seconds.items():
         sums.maximum(f"seconds_{phase}", value)
-    if world.device.type == "cuda":
-        sums.maximum("peak_memory_gib", torch.cuda.max_memory_allocated(world.device) / 2**30)
-        torch.cuda.reset_peak_memory_stats(world.device)
+    sums.maximum("peak_memory_gib", peak_bytes / 2**30)
     total = all_reduced(world, sums)
     # A number that does not exist is absent: the loss of a refused step, say, which its note has named.
     metrics = {name: value for name, value in total.means().items() if math.isfinite(value)}

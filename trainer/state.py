@@ -7,6 +7,7 @@ from trainer.config import RunConfig
 from trainer.engine import ZeroEngine
 from trainer.models.policy import Policy
 from trainer.models.reference import Reference
+from trainer.record.memory import PeakMemory
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hf import Decoder, Group
 from trainer.rollout.hooks import Hook, HookContext
@@ -31,6 +32,7 @@ class State:
     steps: int
     """Rollout steps of the whole run."""
     token_budget: int
+    memory: PeakMemory
 
     step: int = 0
     """Rollout steps done."""

@@ -21,12 +21,16 @@ from trainer.update import (
     control_kl,
     global_count,
     micro_batch_loss,
+    note_unmoved_adapters,
     set_kl_coefficient,
     take_step,
 )
 from trainer.world import World
 
 T = TypeVar("T")
+
+FIRST_LOOK = 3
+"""Steps after which adapters that still are zero are worth a note."""
 
 
 def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list[Completion]]:
@@ -83,7 +87,7 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
 
     measure_rollout(completions, sums)
     sums.maximum("kl_coef", state.kl_coefficient)
-    metrics = step_metrics(world, sums, clock.seconds)
+    metrics = step_metrics(world, sums, clock.seconds, state.memory.take_peak())
     control_kl(state, metrics.get("kl"))
     return metrics, completions
 
@@ -92,14 +96,17 @@ def train(state: State, output: Output) -> None:
     """All steps of a run, with the held-out evaluation before and after."""
     config = state.config
     evaluate_now(state, output)
-    while state.step < state.steps:
-        rows = prompts_for_step(len(state.prompts), config.rollout.prompts_per_step, state.step, config.data.seed)
-        groups = share([state.prompts[row] for row in rows], state.world)
-        metrics, completions = grpo_step(state, groups)
-        state.step += 1
-        output.step(metrics, completions)
-        if config.eval.every and state.step % config.eval.every == 0 and state.step < state.steps:
-            evaluate_now(state, output)
+    with state.memory:
+        while state.step < state.steps:
+            rows = prompts_for_step(len(state.prompts), config.rollout.prompts_per_step, state.step, config.data.seed)
+            groups = share([state.prompts[row] for row in rows], state.world)
+            metrics, completions = grpo_step(state, groups)
+            state.step += 1
+            if state.step == FIRST_LOOK:
+                note_unmoved_adapters(state)
+            output.step(metrics, completions)
+            if config.eval.every and state.step % config.eval.every == 0 and state.step < state.steps:
+                evaluate_now(state, output)
     evaluate_now(state, output)
     output.exported(export(state.policy, state.engine, state.world, output.path))
 

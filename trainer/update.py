@@ -114,6 +114,21 @@ def take_step(state: State, sums: Sums) -> None:
         )
 
 
+def note_unmoved_adapters(state: State) -> None:
+    """A note where some adapters have moved and others still are the zeros that they began as. A collective.
+
+    Inputs of a checkpointed block that do not require a gradient, say, leave all but the last layers untrained.
+    """
+    adapters = {name: weight for name, weight in state.policy.causal.named_parameters() if "lora_B.default" in name}
+    with state.engine.whole(list(adapters.values())):
+        unmoved = [name for name, weight in adapters.items() if not weight.any()]
+    if unmoved and len(unmoved) < len(adapters):
+        state.notes.append(
+            f"{len(unmoved)} of {len(adapters)} adapters have not moved in {state.step} steps (first: {unmoved[0]}). "
+            "They get no gradient: look at lora.targets, and at engine.gradient_checkpointing."
+        )
+
+
 def set_kl_coefficient(state: State) -> None:
     """The coefficient of the coming step, for the schedules that are functions of the step."""
     kl = state.config.grpo.kl

@@ -16,6 +16,7 @@ from trainer.checkpoint.export import export
 from trainer.errors import Refused
 from trainer.models.reference import make_reference
 from trainer.state import State
+from trainer.update import note_unmoved_adapters
 from trainer.world import World
 
 
@@ -166,3 +167,16 @@ def test_i4_b61_an_exported_model_with_tied_embeddings_is_the_policy(
         torch.testing.assert_close(
             loaded(input_ids=ids).logits, state.policy.causal(input_ids=ids).logits, rtol=0, atol=1e-6
         )
+
+
+def test_b54_adapters_that_get_no_gradient_are_named(folder: Path, world: World) -> None:
+    state = start(folder, world, {"optim.lr": 1e-2})
+    step(state)
+    note_unmoved_adapters(state)
+    assert not [note for note in state.notes if "have not moved" in note]
+    name, weight = next((n, w) for n, w in state.policy.causal.named_parameters() if "lora_B.default" in n)
+    with torch.no_grad():
+        weight.zero_()
+    note_unmoved_adapters(state)
+    (note,) = [note for note in state.notes if "have not moved" in note]
+    assert name in note and note.startswith("1 of ")

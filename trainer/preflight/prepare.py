@@ -27,6 +27,7 @@ from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
 from trainer.preflight.offload import check_offload
 from trainer.preflight.replay import check_replay
+from trainer.record.memory import PeakMemory
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hf import Decoder
 from trainer.rollout.hooks import Hook, HookContext, load_hooks, run_hooks
@@ -164,6 +165,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
         eval_prompts=checked.prompts.eval,
         steps=checked.steps,
         token_budget=AUTO_TOKENS[world.device.type] if budget == "auto" else budget,
+        memory=PeakMemory(world.device),
         notes=checked.notes,
     )
 

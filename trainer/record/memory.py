@@ -1,0 +1,70 @@
+"""Peak memory of a step: CUDA keeps count itself; on a CPU, live tensor storages are counted here."""
+
+import gc
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class PeakMemory:
+    """Inside the ``with``, ``take_peak`` returns the most bytes that tensors held at once since the last call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.storages = None if device.type == "cuda" else _LiveStorages()
+
+    def __enter__(self) -> "PeakMemory":
+        if self.storages is not None:
+            self.storages.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.storages is not None:
+            self.storages.__exit__(kind, error, trace)
+
+    def take_peak(self) -> int:
+        """Bytes; starts the next measurement."""
+        if self.storages is not None:
+            peak, self.storages.peak = self.storages.peak, self.storages.held
+            return peak
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Sees every tensor that an operator returns, and each storage's end through a weak reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.held = self.peak = 0
+        for one in gc.get_objects():
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                self._count(one)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        self.sizes[key] = storage.nbytes()
+        self.held += self.sizes[key]
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.held -= self.sizes.pop(key)
