@@ -1,0 +1,296 @@
+"""A run over a hostfile, on two hosts: its numbers, its arguments, its secrets, its end, and that nothing is left."""
+
+import base64
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.two_hosts import Hosts, two_hosts, unavailable
+from tests.tiny_run import RUN_FILE, write_run
+
+ROOT = Path(__file__).parents[2]
+MULTINODE = ("bash", str(ROOT / "launch/multinode.sh"))
+TRAIN = (sys.executable, "-m", "trainer", "train", "run.toml")
+
+RECORDS_WHAT_IT_SEES = """
+import hashlib, json, os, socket, sys
+names = "HF_TOKEN", "JUDGE_KEY", "HF_ENDPOINT", "GLOO_SOCKET_IFNAME", "UNRELATED"
+seen = {name: hashlib.sha256(os.environ.get(name, "").encode()).hexdigest() for name in names}
+with open(f"seen-{os.environ['RANK']}.json", "w") as file:
+    json.dump({"host": socket.gethostname(), "argv": sys.argv[1:], "cwd": os.getcwd(), "variables": seen}, file)
+"""
+HOSTILE_FOLDER = "o $(touch canary)`touch canary`;touch canary;a  b\"'*\\\n中文"
+SECRETS = {"HF_TOKEN": "hf_canaryCANARYcanary", "JUDGE_KEY": "sk-canary-of-the-judge"}
+OPEN = {"HF_ENDPOINT": "https://mirror.example", "GLOO_SOCKET_IFNAME": "eth0"}
+
+REASON = unavailable()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    folder = tmp_path_factory.mktemp("cluster")
+    write_run(folder)
+    (folder / "run.toml").write_text(RUN_FILE + '[engine]\ndevice = "cpu"\n')
+    (folder / "hosts.txt").write_text("# both\r\nhosta slots=1\r\nhostb\tslots=1 # the second\n")
+    with two_hosts(folder) as running:
+        yield running
+
+
+def started(hosts: Hosts, *command: str, **variables: str) -> subprocess.Popen[str]:
+    """On hosta."""
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return hosts.popen("hosta", command, hosts.folder, env=environment | variables, **output)
+
+
+def run(hosts: Hosts, *command: str, **variables: str) -> Ended:
+    process = started(hosts, *command, **variables)
+    try:
+        out, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return Ended(process.returncode, out)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def nothing_left(hosts: Hosts) -> bool:
+    return hosts.processes("hosta") == hosts.processes("hostb") == []
+
+
+def numbers(path: Path) -> list[dict[str, float]]:
+    """The metrics of every step, without those of time and memory."""
+    measured = ("seconds_", "tokens_per_second", "peak_memory")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in rows]
+
+
+def status(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "run_status.json").read_text())
+
+
+class Samples:
+    """The command lines of all processes on the hosts, several times a second, with what is encoded in them."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts, self.seen = hosts, set[str]()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Samples":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.2):
+            for pid in [*self.hosts.processes("hosta"), *self.hosts.processes("hostb")]:
+                try:
+                    line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+                except OSError:
+                    continue
+                words = [word for part in line.split("\0") for word in part.split() if word.startswith("@")]
+                self.seen |= {line, *(base64.urlsafe_b64decode(word[1:]).decode() for word in words)}
+
+
+def test_two_hosts_train_as_one_does(hosts: Hosts) -> None:
+    """One launch: equal numbers, arguments byte for byte, variables, secrets out of sight, hostile files unread."""
+    (hosts.folder / "rewards.py").write_text((hosts.folder / "rewards.py").read_text() + RECORDS_WHAT_IT_SEES)
+    (hosts.folder / ".deepspeed_env").write_text('A="$(touch canary)"\nB;touch canary;C=1\n')
+    more = ("--run.dir", HOSTILE_FOLDER, "--data.seed", "3")
+    with Samples(hosts) as samples:
+        over_hosts = run(
+            hosts,
+            *MULTINODE,
+            "hosts.txt",
+            "run.toml",
+            *more,
+            **SECRETS,
+            **OPEN,
+            UNRELATED="x",
+            NCCL_DEBUG="$(touch canary)",
+        )
+    assert over_hosts.code == 0, over_hosts.out
+    assert "hosta      1  0\nhostb      1  1\n2 host(s), 2 rank(s)\n" in over_hosts.out
+    assert f"{hosts.folder}/.deepspeed_env is not used" in over_hosts.out
+    assert nothing_left(hosts) and not (hosts.folder / HOSTILE_FOLDER / ".launch").exists()
+    assert not list(hosts.folder.rglob("canary")) and not (ROOT / "canary").exists()
+
+    def digest(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    for rank, host in enumerate(("hosta", "hostb")):
+        seen = json.loads((hosts.folder / f"seen-{rank}.json").read_text())
+        assert seen["host"] == host and seen["cwd"] == str(hosts.folder)
+        assert seen["argv"] == ["train", "run.toml", *more]
+        expected = {"HF_TOKEN": SECRETS["HF_TOKEN"], **OPEN, "UNRELATED": "", "JUDGE_KEY": ""}
+        assert {name: seen["variables"][name] for name in expected} == {n: digest(v) for n, v in expected.items()}
+
+    everything = "".join(samples.seen) + over_hosts.out
+    assert "run.toml" in everything and "mirror.example" in everything  # what was decoded is what was started
+    for path in (hosts.folder / HOSTILE_FOLDER).rglob("*"):
+        everything += path.read_bytes().decode(errors="replace") if path.is_file() else ""
+    for secret in SECRETS.values():
+        assert secret not in everything
+
+    alone = run(hosts, *TRAIN, "--gpus", "2", "--data.seed", "3", "--run.dir", "alone")
+    assert alone.code == 0, alone.out
+    ours, theirs = (
+        numbers(hosts.folder / HOSTILE_FOLDER / "metrics.jsonl"),
+        numbers(hosts.folder / "alone/metrics.jsonl"),
+    )
+    assert len(ours) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+
+
+RESUMABLE = ("--checkpoint.every", "1", "--log.samples_every", "0", "--resume", "auto")
+
+
+def long_run(hosts: Hosts, run_dir: str, hostfile: str) -> subprocess.Popen[str]:
+    """One that has saved a step and will not end by itself."""
+    more = ("--run.steps", "5000", "--run.dir", run_dir, *RESUMABLE)
+    process = started(hosts, *MULTINODE, hostfile, "run.toml", *more)
+    saved = hosts.folder / run_dir / "checkpoints"
+    wait_for(lambda: any(saved.glob("step-*")) or process.poll() is not None, 150)
+    assert process.poll() is None, process.communicate()[0]
+    return process
+
+
+def test_all_processes_of_one_host_killed(hosts: Hosts) -> None:
+    """The other ends, the message names the one that was lost, and the same command goes on from the last save."""
+    process = long_run(hosts, "killed", "hosts.txt")
+    try:
+        for pid in hosts.processes("hostb"):
+            os.kill(pid, signal.SIGKILL)
+        out, _ = process.communicate(timeout=45)
+    finally:
+        process.kill()
+    assert process.returncode == 4, out
+    last = out.strip().splitlines()
+    assert last[-2] == "lost: rank 1 of host hostb ended, or its connection did."
+    assert last[-1].endswith("killed/launcher.log") and "Traceback" not in out
+    found = status(hosts.folder / "killed")
+    assert (found["state"], found["exit_code"]) == ("lost", 4) and "hostb" in str(found["reason"])
+    wait_for(lambda: nothing_left(hosts), 5)
+
+    steps = len(numbers(hosts.folder / "killed/metrics.jsonl")) + 1
+    more = ("--run.steps", str(steps), "--run.dir", "killed", *RESUMABLE)
+    resumed = run(hosts, *MULTINODE, "hosts.txt", "run.toml", *more)
+    assert resumed.code == 0 and "going on from killed/checkpoints/step-" in resumed.out, resumed.out
+    assert [row["step"] for row in numbers(hosts.folder / "killed/metrics.jsonl")] == list(range(1, steps + 1))
+    assert status(hosts.folder / "killed")["state"] == "done" and nothing_left(hosts)
+
+
+def test_ctrl_c_reaches_a_rank_on_another_host(hosts: Hosts) -> None:
+    """Of a hostfile with a single host, which is not this one: it trains there, not here."""
+    (hosts.folder / "other.txt").write_text("hostb slots=1\n")
+    process = long_run(hosts, "interrupted", "other.txt")
+    try:
+        assert status(hosts.folder / "interrupted")["host"] == "hostb"
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, out
+    found = status(hosts.folder / "interrupted")
+    assert (found["state"], found["exit_code"]) == ("interrupted", 130)
+    wait_for(lambda: nothing_left(hosts), 5)
+
+
+@pytest.mark.full
+def test_ranks_on_no_host_outlive_the_command(hosts: Hosts) -> None:
+    """It is killed, and with it all that it started here; the ranks' own hosts see the lease run out."""
+    process = long_run(hosts, "orphaned", "hosts.txt")
+    try:
+        process.kill()
+        process.wait()
+        wait_for(lambda: nothing_left(hosts), 50)
+    finally:
+        process.kill()
+    assert list((hosts.folder / "orphaned/.launch").glob("*.secrets")) == []
+
+
+def refused(hosts: Hosts, lines: str, *more: str, command: Sequence[str] = TRAIN) -> str:
+    (hosts.folder / "refused.txt").write_text(lines)
+    ended = run(hosts, *command, "--hostfile", "refused.txt", *more)
+    assert ended.code == 2, ended.out
+    assert ended.out.startswith("\nrefused: ") and "Traceback" not in ended.out
+    assert nothing_left(hosts)
+    return ended.out
+
+
+def test_run_dir_that_one_host_does_not_share(hosts: Hosts) -> None:
+    said = refused(hosts, "hosta slots=1\nhostb slots=1\n", "--run.dir", "private/out")
+    assert f"  hostb: does not see run.dir {hosts.folder}/private/out" in said and "  hosta:" not in said
+    assert "Fix: put run.dir on a file system that all hosts share." in said
+    assert list((hosts.folder / "private").iterdir()) == []
+
+
+def test_run_dir_that_one_host_does_not_share_with_a_launcher_of_the_user(hosts: Hosts) -> None:
+    deepspeed = (sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hosts.txt", "--module", "trainer")
+    ended = run(hosts, *deepspeed, "train", "run.toml", "--run.dir", "private/out")
+    assert ended.code == 2, ended.out
+    said = f"refused: run.dir: {hosts.folder}/private/out on hosta is not the folder of that name on hostb:"
+    assert ended.out.count(said) == 1
+    assert list((hosts.folder / "private").iterdir()) == []
+    wait_for(lambda: nothing_left(hosts), 10)
+
+
+def test_b82_hosts_that_do_not_serve_are_named_with_the_fix(hosts: Hosts) -> None:
+    """A name that does not resolve, a host without sshd, a key that is not known, a port in use: one message."""
+    with hosts.popen("hosta", [sys.executable, "-c", LISTENER], hosts.folder, stdout=subprocess.PIPE) as listener:
+        try:
+            assert listener.stdout is not None
+            port = listener.stdout.readline().strip()
+            names = "hosta slots=1\nnowhere slots=1\n10.213.77.1 slots=1\n127.0.0.1 slots=1\n"
+            (hosts.folder / "refused.txt").write_text(names)
+            ended = run(hosts, *TRAIN, "--hostfile", "refused.txt", "--master_port", port)
+        finally:
+            listener.kill()
+    assert ended.code == 2 and ended.out.startswith("\nrefused: --hostfile: nothing was started.\n")
+    assert f"  hosta: port {port} is in use. Fix: another --master_port" in ended.out
+    assert "  nowhere: not reachable: ssh: Could not resolve hostname nowhere" in ended.out
+    assert (
+        "  10.213.77.1: not reachable: Host key verification failed. Fix: connect once by hand, ssh 10.2" in ended.out
+    )
+    assert "  127.0.0.1: not reachable: ssh: connect to host 127.0.0.1 port 22: Connection refused. Fix: " in ended.out
+    assert not (hosts.folder / "out").exists()
+
+
+LISTENER = """
+import socket, time
+listener = socket.create_server(("", 0))
+print(listener.getsockname()[1], flush=True)
+time.sleep(100)
+"""

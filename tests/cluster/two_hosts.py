@@ -1,0 +1,146 @@
+"""Two hosts on this machine: network namespaces joined by a cable, each with its own address, name, /dev/shm and sshd.
+
+They share the file system, as a cluster shares one, but for ``private`` in ``folder``, which hostb has of its own.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ADDRESSES = {"hosta": "10.213.77.1", "hostb": "10.213.77.2"}
+TOOLS = ("ip", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd", "pdsh")
+
+SSHD = """
+ListenAddress {address}:22
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+"""
+SSH = """
+Host *
+    IdentityFile {folder}/user_key
+    UserKnownHostsFile {folder}/known_hosts
+    StrictHostKeyChecking yes
+"""
+# What a host sees of its own. The last line becomes its sshd, whose namespaces every command on the host joins.
+BOOT = """
+set -eu
+hostname {name}
+mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/ssh_config /etc/ssh/ssh_config
+mount -t tmpfs tmpfs /dev/shm
+{more}
+mkdir -p /run/sshd
+exec /usr/sbin/sshd -D -e -f {folder}/sshd_{name}
+"""
+
+
+def unavailable() -> str:
+    """Why there can be no hosts here; empty when there can."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        return f"no {', '.join(missing)}: apt install iproute2 openssh-server pdsh"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    trial = f"zg-trial-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", trial], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespaces here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", trial], check=True)
+    return ""
+
+
+class Hosts:
+    """The running pair. ``folder`` is seen by both."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tag = f"zg{os.getpid()}"
+        self.sshd: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        for name in ("host_key", "user_key"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
+        key = (self.folder / "host_key.pub").read_text()
+        names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
+        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + names)
+        (self.folder / "known_hosts").write_text(",".join(ADDRESSES) + " " + key)
+        (self.folder / "ssh_config").write_text(SSH.format(folder=self.folder))
+        (self.folder / "private").mkdir()
+        for name in ADDRESSES:
+            _run("ip", "netns", "add", self._namespace(name))
+        here, there = (self._namespace(name) for name in ADDRESSES)
+        _run("ip", "link", "add", "eth0", "netns", here, "type", "veth", "peer", "name", "eth0", "netns", there)
+        for name, address in ADDRESSES.items():
+            inside = ("ip", "-n", self._namespace(name))
+            _run(*inside, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _run(*inside, "link", "set", device, "up")
+            self._boot(name, address)
+
+    def stop(self) -> None:
+        for name in ADDRESSES:
+            for pid in self.processes(name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for process in self.sshd.values():
+            process.kill()
+            process.wait()
+        for name in ADDRESSES:
+            subprocess.run(["ip", "netns", "del", self._namespace(name)], capture_output=True)
+
+    def popen(self, host: str, command: Sequence[str], folder: Path, **settings: Any) -> subprocess.Popen[str]:
+        """A command on a host, with its name, network and mounts."""
+        inside = ["nsenter", "-t", str(self.sshd[host].pid), "-m", "-u", "-n", f"--wd={folder}", "--", *command]
+        return subprocess.Popen(inside, text=True, **settings)
+
+    def processes(self, host: str) -> list[int]:
+        """All that runs on a host, except the sshd that listens."""
+        found = subprocess.run(["ip", "netns", "pids", self._namespace(host)], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split() if int(pid) != self.sshd[host].pid and _works(int(pid))]
+
+    def _boot(self, name: str, address: str) -> None:
+        (self.folder / f"sshd_{name}").write_text(SSHD.format(address=address, folder=self.folder))
+        own = f"mount -t tmpfs tmpfs {self.folder}/private" if name == "hostb" else ""
+        script = BOOT.format(name=name, folder=self.folder, more=own)
+        log = (self.folder / f"sshd_{name}.log").open("wb")
+        command = ["ip", "netns", "exec", self._namespace(name), "unshare", "--mount", "--uts", "bash", "-c", script]
+        self.sshd[name] = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 10
+        while b"Server listening" not in (self.folder / f"sshd_{name}.log").read_bytes():
+            assert time.monotonic() < deadline and self.sshd[name].poll() is None, "sshd does not start"
+            time.sleep(0.1)
+
+    def _namespace(self, host: str) -> str:
+        return f"{self.tag}-{host}"
+
+
+@contextlib.contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    hosts = Hosts(folder)
+    try:
+        hosts.start()
+        yield hosts
+    finally:
+        hosts.stop()
+
+
+def _works(pid: int) -> bool:
+    """Whether it is more than a zombie that nobody has reaped yet."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    return False
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

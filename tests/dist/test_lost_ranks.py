@@ -1,0 +1,79 @@
+"""Two ranks of one machine, one of what holds them together killed: all end soon, with one code and the reason."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_launch import RUN, ZERO_GRPO, left, started, wait_for
+from tests.tiny_run import write_run
+
+LONG = ("--gpus", "2", "--run.steps", "5000", "--log.samples_every", "0", "--checkpoint.every", "0")
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run that has made its first step."""
+    write_run(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    process = started(tmp_path, (*ZERO_GRPO, *LONG))
+    try:
+        wait_for(lambda: (tmp_path / "out/metrics.jsonl").exists() or process.poll() is not None)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def pids(folder: Path, words: str) -> list[int]:
+    """Processes that work in the folder and have the words on their command line."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            here = (process / "cwd").readlink() == folder
+            if here and words in (process / "cmdline").read_text().replace("\0", " "):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def rank_of(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(value for name, _, value in (variable.partition("=") for variable in variables) if name == "RANK")
+
+
+def ended(process: subprocess.Popen[str], folder: Path, seconds: float) -> list[str]:
+    """The last lines, of a run that was lost."""
+    out, err = process.communicate(timeout=seconds)
+    assert (process.returncode, err) == (4, ""), out
+    status = json.loads((folder / "out/run_status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("lost", 4)
+    assert "Traceback" not in out and left(folder) == []
+    lines = out.strip().splitlines()
+    assert lines[-1] == "What all ranks and the launcher printed: out/launcher.log" and status["reason"] == lines[-2]
+    return lines
+
+
+def test_a_killed_rank_is_named(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    (victim,) = [pid for pid in pids(tmp_path, " -u -m trainer @") if rank_of(pid) == "1"]
+    os.kill(victim, signal.SIGKILL)
+    said = ended(training, tmp_path, 45)[-2]
+    assert said.startswith("lost: rank 1 of host ") and "was killed (SIGKILL), perhaps because the machine ran" in said
+
+
+def test_a_killed_launcher_takes_its_ranks_along(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    (victim,) = pids(tmp_path, "deepspeed.launcher.launch ")
+    os.kill(victim, signal.SIGKILL)
+    assert "launcher itself may have been killed" in ended(training, tmp_path, 10)[-2]
+
+
+def test_ranks_do_not_outlive_the_command(training: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert len(pids(tmp_path, " -u -m trainer @")) == 2
+    training.kill()
+    training.wait()
+    wait_for(lambda: left(tmp_path) == [], seconds=10)

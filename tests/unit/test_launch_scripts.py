@@ -1,0 +1,80 @@
+"""launch/slurm.sbatch and launch/multinode.sh, with stand-ins for what they start."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+# Two tasks, one after the other; the code of the last, as srun gives that of the highest.
+SRUN = """
+echo "srun $1" >>calls
+shift
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@"; done
+"""
+SCONTROL = """
+if [ "$1 $2" = "show hostnames" ]; then printf 'node-7\\nnode-8\\n'; else echo "scontrol $*" >>calls; fi
+"""
+PYTHON = """
+variables="$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $OMP_NUM_THREADS"
+printf '%s|' "$variables" "$@" >>calls
+echo >>calls
+exit $CODE
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, body in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def run(folder: Path, script: str, *arguments: str, code: int = 0) -> tuple[int, list[str]]:
+    """The script's exit code, and the calls that it made."""
+    slurm = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_NTASKS": "2"}
+    ended = subprocess.run(
+        ["bash", str(LAUNCH / script), *arguments],
+        cwd=folder,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "CODE": str(code), "SLURM_CPUS_PER_TASK": "8"} | slurm,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stderr == ""
+    calls = folder / "calls"
+    return ended.returncode, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_slurm_starts_every_rank_and_resumes(folder: Path) -> None:
+    code, calls = run(folder, "slurm.sbatch", "run.toml", "--run.dir", "a b$(touch x)")
+    assert code == 0
+    arguments = "-m|trainer|train|run.toml|--run.dir|a b$(touch x)|--resume|auto|"
+    assert calls == ["srun --wait=60", *(f"{r} {r} 2 node-7 23456 8|{arguments}" for r in range(2))]
+
+
+@pytest.mark.parametrize(("code", "queued"), [(75, True), (2, False), (4, False), (130, False)])
+def test_slurm_queues_again_after_a_preemption_alone(code: int, queued: bool, folder: Path) -> None:
+    ended, calls = run(folder, "slurm.sbatch", "run.toml", code=code)
+    assert ended == code and ("scontrol requeue 123456" in calls) == queued
+
+
+def test_slurm_asks_for_the_signal_that_saves() -> None:
+    directives = [line for line in (LAUNCH / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH ")]
+    assert "#SBATCH --requeue" in directives
+    (asked,) = [line for line in directives if "--signal" in line]
+    # To the steps, not to the batch shell alone (B:).
+    assert asked == "#SBATCH --signal=TERM@180"
+
+
+def test_multinode_hands_everything_on(folder: Path) -> None:
+    code, calls = run(folder, "multinode.sh", "my hosts", "run.toml", "--run.dir", "a  b", code=75)
+    assert code == 75
+    assert calls == ["     |-m|trainer|train|run.toml|--run.dir|a  b|--hostfile|my hosts|"]
+
+
+def test_multinode_says_what_it_takes(folder: Path) -> None:
+    ended = subprocess.run(["bash", str(LAUNCH / "multinode.sh"), "hosts"], capture_output=True, text=True)
+    assert ended.returncode == 2 and "./launch/multinode.sh HOSTFILE RUN.toml" in ended.stdout

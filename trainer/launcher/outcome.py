@@ -1,0 +1,107 @@
+"""How a launched run ended: what the ranks reported, what pdsh and launch.py printed, and the exit code from both."""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trainer.launcher.hosts import Host
+from trainer.launcher.speech import Report
+
+TOLD = (0, 2, 3, 5, 75, 130)
+"""Codes that a rank ends with on purpose."""
+LOST = 4
+
+# pdsh@here: worker-1: ssh exited with exit code 247
+HOST_ENDED = re.compile(r"pdsh@\S+: (?P<host>\S+): \S+ (?:exited with exit code|killed by signal) (?P<code>\d+)")
+# worker-1: [...] [ERROR] [launch.py:325:sigkill_handler] [...] exits with return code = -9
+RANK_KILLED = re.compile(r"(?:(?P<host>\S+): )?\[.*exits with return code = -(?P<signal>\d+)\s*$")
+
+
+@dataclass
+class Outcome:
+    """Filled by the thread that reads, line by line; asked by the one that waits."""
+
+    hosts: Sequence[Host]
+    begun: dict[int, Report] = field(default_factory=dict)
+    ended: dict[int, Report] = field(default_factory=dict)
+    hosts_ended: list[str] = field(default_factory=list)
+    """Those that pdsh saw end with an error, the first one first."""
+    killed_by: dict[str, int] = field(default_factory=dict)
+    """By host: the signal that launch.py saw a rank end by."""
+
+    @property
+    def ranks(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    @property
+    def failing(self) -> bool:
+        """Whether the rest should end soon, too: rank 0 has said how, or somebody has left with an error."""
+        return 0 in self.ended or bool(self.hosts_ended) or any(report.code for report in self.ended.values())
+
+    def take(self, report: Report) -> None:
+        """A rank begins or ends."""
+        (self.begun if report.code is None else self.ended)[report.rank] = report
+
+    def note(self, line: str) -> None:
+        """A line of the launcher's or of a library's. Only what no rank can print counts as the end of a host."""
+        if found := HOST_ENDED.match(line):
+            name = self._name(found["host"])
+            if name not in self.hosts_ended:
+                self.hosts_ended.append(name)
+        elif found := RANK_KILLED.match(line):
+            self.killed_by.setdefault(self._name(found["host"] or self.hosts[0].name), int(found["signal"]))
+
+    def _name(self, label: str) -> str:
+        """pdsh shows a name without its domain."""
+        return next((host.name for host in self.hosts if label in (host.name, host.name.partition(".")[0])), label)
+
+    def code(self) -> int:
+        """Rank 0's word; without one, that of the lowest rank which refused or stopped alone; else lost."""
+        for rank in sorted(self.ended):
+            code = self.ended[rank].code
+            if code in TOLD and (rank == 0 or code in (2, 3, 5)):
+                return code
+        return LOST
+
+    def message(self) -> str:
+        """What rank 0 could not say itself; empty when it did."""
+        code = self.code()
+        if code != LOST:
+            speaker = next(rank for rank in sorted(self.ended) if self.ended[rank].code == code)
+            if speaker == 0:
+                return ""
+            word = "refused" if code == 2 else "stopped"
+            return f"{word}, on rank {speaker} (host {self.ended[speaker].host}): {self.ended[speaker].why}"
+        return self._lost()
+
+    def _lost(self) -> str:
+        ranks_of = self._ranks_of()
+        silent = [rank for rank in range(self.ranks) if rank not in self.ended]
+        # A rank that was killed is why the others failed, not the other way round.
+        lost = [*self.killed_by, *(name for name in self.hosts_ended if not set(ranks_of[name]) <= set(self.ended))]
+        name = lost[0] if lost else None
+        if name is not None:
+            gone = [rank for rank in ranks_of[name] if rank in silent] or ranks_of[name]
+            who = f"rank {gone[0]}" if len(gone) == 1 else f"one of ranks {', '.join(map(str, gone))}"
+            return f"lost: {who} of host {name} {self._how(name)}."
+        crashed = [report for report in self.ended.values() if report.code == LOST]
+        if crashed:
+            first = crashed[0]
+            return f"lost: rank {first.rank} of host {first.host} ended with {first.why}"
+        return "lost: the ranks and the launcher ended without a word; the launcher itself may have been killed."
+
+    def _how(self, name: str) -> str:
+        number = self.killed_by.get(name)
+        if number == signal.SIGKILL:
+            return "was killed (SIGKILL), perhaps because the machine ran out of memory"
+        if number is not None:
+            return f"was ended by {signal.Signals(number).name}"
+        return "ended, or its connection did"
+
+    def _ranks_of(self) -> dict[str, list[int]]:
+        first, found = 0, {}
+        for host in self.hosts:
+            found[host.name] = list(range(first, first + host.slots))
+            first += host.slots
+        return found
