@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,6 +123,23 @@ class ZeroEngine:
         if optimizer.cpu_offload:
             return [group.grad for group in optimizer.single_partition_of_fp32_groups]
         return [shard for shards in optimizer.averaged_gradients.values() for shard in shards]
+
+    def save(self, folder: Path) -> None:
+        """This rank's optimizer shard, and the trained weights, into ``folder``. A collective. Frozen weights stay
+        out."""
+        self._engine.save_checkpoint(
+            str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
+        )
+
+    def load(self, folder: Path) -> None:
+        """What ``save`` wrote, into an engine that has not trained yet, of as many ranks and the same stage.
+
+        DeepSpeed unpickles the files: verify them first. Its module is loaded without strictness for the frozen
+        weights alone; that all trained ones are there, the manifest says.
+        """
+        self._engine.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_module_strict=False, load_lr_scheduler_states=False
+        )
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

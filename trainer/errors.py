@@ -18,3 +18,21 @@ class Stopped(RunEnd):
     """A guard ended a running job (non-finite values, a reward that fails too often); the last good state is kept."""
 
     exit_code = 3
+
+
+class NoCheckpoint(RunEnd):
+    """A checkpoint was asked for, and none can be used. Never a fresh start instead."""
+
+    exit_code = 5
+
+
+class Preempted(RunEnd):
+    """SIGTERM, from a scheduler or a launcher; the ranks have agreed where they stop."""
+
+    exit_code = 75
+
+
+class Interrupted(RunEnd):
+    """Ctrl-C; the ranks have agreed where they stop."""
+
+    exit_code = 130

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from trainer.batch import Completion, Prompt
 from trainer.rollout.hf import Decoder, Group
@@ -16,8 +17,8 @@ class Score:
 
     mean: float
     stderr: float
-    per_prompt: tuple[float, ...]
-    """Mean reward of each scored prompt's completions, in order of the prompts."""
+    per_prompt: tuple[float | None, ...]
+    """Mean reward of each prompt's completions, in order of the prompts; None where none was scored."""
     unscored: int
     """Completions that no reward scored."""
 
@@ -28,20 +29,46 @@ class Evaluation:
     sampled: Score
     greedy: Score
 
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Evaluation":
+        """What ``record`` returned, also after a trip through JSON."""
+        sampled, greedy = (
+            Score(
+                math.nan if one["mean"] is None else one["mean"],
+                math.nan if one["stderr"] is None else one["stderr"],
+                tuple(one["per_prompt"]),
+                one["unscored"],
+            )
+            for one in (record["sampled"], record["greedy"])
+        )
+        return cls(record["step"], sampled, greedy)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON, which has no NaN: a mean or an error that does not exist is null."""
+        record = asdict(self)
+        for kind in ("sampled", "greedy"):
+            for name in ("mean", "stderr"):
+                if math.isnan(record[kind][name]):
+                    record[kind][name] = None
+        return record
+
 
 def clustered(rewards_by_prompt: Sequence[Sequence[float | None]]) -> Score:
-    """Score of the completions of each prompt; a prompt without any scored completion is left out."""
+    """Score of the completions of each prompt; a prompt without any scored completion stays out of the mean."""
     scored = [[reward for reward in rewards if reward is not None] for rewards in rewards_by_prompt]
-    means = tuple(sum(rewards) / len(rewards) for rewards in scored if rewards)
+    per_prompt = tuple(sum(rewards) / len(rewards) if rewards else None for rewards in scored)
+    means = [mean for mean in per_prompt if mean is not None]
     unscored = sum(map(len, rewards_by_prompt)) - sum(map(len, scored))
     mean = sum(means) / len(means) if means else math.nan
-    return Score(mean, _stderr(means), means, unscored)
+    return Score(mean, _stderr(means), per_prompt, unscored)
 
 
 def rise(before: Score, after: Score) -> tuple[float, float]:
-    """Mean rise over the same prompts and its standard error, paired by prompt."""
-    differences = [b - a for a, b in zip(before.per_prompt, after.per_prompt, strict=True)]
-    return sum(differences) / len(differences), _stderr(differences)
+    """Mean rise over the prompts scored both times, and its standard error, paired by prompt; NaN where there are
+    none."""
+    pairs = zip(before.per_prompt, after.per_prompt, strict=True)
+    differences = [b - a for a, b in pairs if a is not None and b is not None]
+    return (sum(differences) / len(differences) if differences else math.nan), _stderr(differences)
 
 
 def answer_and_score(

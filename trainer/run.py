@@ -1,96 +1,145 @@
 """One run from its run file to its exit code: join the ranks, check, train, record."""
 
-import signal
+import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from trainer import interrupts
+from trainer.checkpoint import resume
+from trainer.checkpoint.save import Checkpoints
+from trainer.checkpoint.store import Found
 from trainer.config import RunConfig
-from trainer.errors import RunEnd
+from trainer.errors import Interrupted, Preempted, RunEnd
 from trainer.launcher import say
 from trainer.output import Output
+from trainer.preflight.facts import stage_of
 from trainer.preflight.prepare import check, load_models, start_engine
+from trainer.preflight.shared_dir import check_shared
 from trainer.record.console import preflight_block
 from trainer.record.run_dir import RunState
-from trainer.train import together, train
+from trainer.state import State
+from trainer.train import save, together, train
 from trainer.world import World, connect, disconnect
 
-ASKED_TO_END: dict[int, tuple[RunState, int, str]] = {
-    signal.SIGINT: ("interrupted", 130, "Ctrl-C"),
-    signal.SIGTERM: ("preempted", 75, "SIGTERM, by a scheduler or a launcher"),
-}
-SECONDS_TO_NOTICE = 2.0
-"""The deepspeed launcher sends SIGTERM right after the SIGINT that all have got: it must not break into the answer."""
+STATES: dict[type[RunEnd], RunState] = {Interrupted: "interrupted", Preempted: "preempted"}
 
 
-def train_run(config: RunConfig, folder: Path) -> int:
+@dataclass(frozen=True)
+class Resume:
+    """``--resume`` and ``--allow`` of the command line."""
+
+    asked: str = ""
+    """"auto", a path, or nothing."""
+    allowed: Sequence[str] = ()
+
+
+@dataclass
+class Run:
+    """A run that has begun to leave records."""
+
+    state: State
+    output: Output
+    checkpoints: Checkpoints
+
+
+def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
     """Trains, and returns the exit code, the same on every rank. ``folder``: where the run file lies."""
-    received = _signals_as_interrupts()
-    output: list[Output] = []
+    interrupts.install()
+    begun: list[Run] = []
     try:
         world = connect(config.engine.device, timeout_seconds=config.watch.hang_timeout)
         try:
-            _train(config, folder, world, output)
+            check_shared(Path(config.run.dir), world)
+            _train(config, folder, world, wanted, begun)
         except Exception as error:
             _await_signal(error, world)
             raise
         return 0
     except RunEnd as end:
-        _record(output, "stopped", end.exit_code, str(end))
+        interrupts.ignore()
+        for run in begun:
+            _close(run, end)
+        if begun and type(end) in STATES:
+            return end.exit_code
         raise
     except KeyboardInterrupt:
-        for number in ASKED_TO_END:
-            signal.signal(number, signal.SIG_IGN)
-        state, code, who = ASKED_TO_END[received[0] if received else signal.SIGINT]
-        _record(output, state, code, who)
-        if output and output[0].world.is_main:
-            say(f"\n{state}: {who}, after step {output[0].state.step}. What is recorded lies in {output[0].path}.")
-        return code
+        interrupts.ignore()
+        kind, who = interrupts.asked()
+        for run in begun:
+            run.output.end(STATES[kind], kind.exit_code, f"{who}, at once: nothing was saved")
+        if os.environ.get("RANK", "0") == "0":
+            say(f"\n{STATES[kind]}: {who}, {'at once: nothing was saved' if begun else 'before the first step'}.")
+        return kind.exit_code
     except Exception as error:
-        _record(output, "lost", 4, f"{type(error).__name__}: {error}")
+        for run in begun:
+            run.output.end("lost", 4, f"{type(error).__name__}: {error}")
         raise
     finally:
         disconnect()
 
 
-def _train(config: RunConfig, folder: Path, world: World, outputs: list[Output]) -> None:
+def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun: list[Run]) -> None:
+    found, goes_on = together(world, lambda: _found(config, world, wanted))
     checked = together(world, lambda: check(config, folder, world))
+    if wanted.asked and not found:
+        checked.notes.append(
+            f"--resume {wanted.asked}: {config.run.dir} has no checkpoint yet; this run starts at step 0"
+        )
+    if found:
+        together(world, lambda: resume.check_world(found, world.size, stage_of(checked.deepspeed)))
     models = together(world, lambda: load_models(checked, world))
+    if found:
+        checked.notes.extend(together(world, lambda: resume.check_run(found, models.facts, wanted.allowed)))
     state = together(world, lambda: start_engine(checked, models, world))
     output = Output(state)
-    together(world, output.begin)
-    outputs.append(output)
-    train(state, output)
+    checkpoints = Checkpoints(config, state.policy, state.engine, world, state.facts, output.run_id)
+    if found:
+        progress = together(world, lambda: resume.restore(found, state.engine, world))
+        state.restore(progress)
+        output.restore(progress["output"])
+        checkpoints.resumed(found, state.best, in_place=goes_on)
+    if goes_on and world.is_main:
+        checkpoints.store.tidy(found.path if found else None)
+    together(world, lambda: output.begin(goes_on=goes_on))
+    begun.append(Run(state, output, checkpoints))
+    interrupts.defer()
+    train(state, output, checkpoints)
     output.end("done", 0, "")
 
 
-def _record(outputs: list[Output], state: RunState, exit_code: int, reason: str) -> None:
-    for output in outputs:
-        output.end(state, exit_code, reason)
+def _found(config: RunConfig, world: World, wanted: Resume) -> tuple[Found | None, bool]:
+    """What to resume from, and whether run.dir holds this run's records already. A collective: rank 0 verifies."""
+    found, goes_on, error = None, False, None
+    if world.is_main and wanted.asked:
+        try:
+            found, goes_on = resume.locate(wanted.asked, Path(config.run.dir))
+        except RunEnd as end:
+            error = end
+    world.agree(error)
+    return world.gather_objects((found, goes_on))[0]
 
 
-def _signals_as_interrupts() -> list[int]:
-    """SIGTERM, like SIGINT, raises KeyboardInterrupt, which no ``except Exception`` swallows. Returns what has come."""
-    received: list[int] = []
-    first = 0.0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        received.append(number)
-        if len(received) == 1:
-            first = time.monotonic()
-        elif time.monotonic() - first < SECONDS_TO_NOTICE:
-            return
-        raise KeyboardInterrupt
-
-    for number in ASKED_TO_END:
-        signal.signal(number, note)
-    return received
+def _close(run: Run, end: RunEnd) -> None:
+    """Saves what is whole, and says and records how the run ended. Every rank raised the same ``end``: a collective."""
+    folder = save(run.state, run.output, run.checkpoints)
+    if folder is None:
+        newest = run.checkpoints.saved_step
+        where = f"the newest checkpoint is that of step {newest}" if newest is not None else "there is no checkpoint"
+    else:
+        where = f"saved {folder}; go on with --resume auto"
+    state = STATES.get(type(end), "stopped")
+    run.output.end(state, end.exit_code, str(end))
+    if run.output.world.is_main and type(end) in STATES:
+        say(f"\n{state}: {end}, after step {run.state.step}; {where}.")
+    elif run.output.world.is_main:
+        say(f"\n{where}")
 
 
 def _await_signal(error: Exception, world: World) -> None:
-    """Where all ranks are signalled, a collective with one that has left already fails before this rank's signal is
-    seen.
+    """Where all ranks are signalled while they start, a collective with one that has left already fails before this
+    rank's signal is seen.
 
     Python delivers a signal no earlier than at the next call, and a launcher reaches its ranks one by one. Rank 0 waits
     less: what keeps the launcher from ending it is its own record of a rank that was lost.

@@ -1,8 +1,11 @@
 """What a run holds between its steps."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.batch import Prompt
+from trainer.checkpoint import random_states
+from trainer.checkpoint.manifest import Facts
 from trainer.config import RunConfig
 from trainer.engine import ZeroEngine
 from trainer.models.policy import Policy
@@ -13,10 +16,22 @@ from trainer.rollout.hf import Decoder, Group
 from trainer.rollout.hooks import Hook, HookContext
 from trainer.world import World
 
+PROGRESS = ("step", "updates", "kl_coefficient", "nonfinite_in_a_row", "best")
+"""The numbers that move, and that a resumed run takes over."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A moment between two steps: what a checkpoint keeps beside the engine's own state."""
+
+    progress: dict[str, Any]
+    random_states: dict[str, Any]
+    """Of this rank."""
+
 
 @dataclass
 class State:
-    """The parts of a run, made once by ``preflight.build``, and the three numbers that move."""
+    """The parts of a run, made once by ``preflight.prepare``, and the numbers that move."""
 
     config: RunConfig
     world: World
@@ -33,6 +48,8 @@ class State:
     """Rollout steps of the whole run."""
     token_budget: int
     memory: PeakMemory
+    facts: Facts
+    """What a checkpoint of this run is signed with."""
 
     step: int = 0
     """Rollout steps done."""
@@ -41,10 +58,26 @@ class State:
     kl_coefficient: float = 0.0
     """Of the current step; the adaptive controller's state."""
     nonfinite_in_a_row: int = 0
+    best: dict[str, float] | None = None
+    """Step and value of the best evaluation so far, by ``eval.best_metric``."""
     nonfinite_losses: list[str] = field(default_factory=list)
     """Losses of this rank since the last optimizer step that are NaN or infinite, in words."""
     notes: list[str] = field(default_factory=list)
     """What the user should read once, in the order it came up."""
+    boundary: Boundary | None = None
+    """The state between two steps, as it was when the current one began; None once an update has left it."""
+
+    def at_boundary(self) -> None:
+        """Notes what a checkpoint of this moment holds, so that a step that is given up leaves no trace."""
+        self.boundary = Boundary(
+            {name: getattr(self, name) for name in PROGRESS},
+            random_states.capture(),
+        )
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """The numbers of a checkpoint's ``Boundary.progress``."""
+        for name in PROGRESS:
+            setattr(self, name, progress[name])
 
     def hook_context(self, groups: list[Group]) -> HookContext:
         """What a before-rollout hook may look at; a collective, since ``longest_prompt`` is that of all ranks'

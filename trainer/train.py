@@ -1,10 +1,14 @@
 """The loop and ``grpo_step``: the algorithm on one screen (DeepSeekMath, arXiv 2402.03300, Algorithm 1)."""
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar, cast
 
+from trainer import interrupts
 from trainer.batch import Completion
 from trainer.checkpoint.export import export
+from trainer.checkpoint.save import Checkpoints
 from trainer.collect import sample, score, set_advantages, share, trained
 from trainer.data.order import prompts_for_step
 from trainer.errors import RunEnd
@@ -78,6 +82,8 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
             state.notes.append(f"step {state.step + 1}: no completion to train on, on any rank; no update")
             break
         for number, batch in enumerate(batches):
+            if update == 0:  # until here no weight has moved
+                together(world, interrupts.check)
             loss_sum = micro_batch_loss(state, batch, sums, first=update == 0)
             state.engine.backward_sum(loss_sum, count, last=number == len(batches) - 1)
         take_step(state, sums)
@@ -92,29 +98,64 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     return metrics, completions
 
 
-def train(state: State, output: Output) -> None:
-    """All steps of a run, with the held-out evaluation before and after."""
+def train(state: State, output: Output, checkpoints: Checkpoints) -> None:
+    """All steps that are left of a run. Between two steps, where both are due: evaluation, then checkpoint."""
     config = state.config
-    evaluate_now(state, output)
     with state.memory:
-        while state.step < state.steps:
+        while True:
+            state.at_boundary()
+            if evaluation_is_due(state, output):
+                evaluate_now(state, output)
+                keep_best(state, output, checkpoints)
+            every = config.checkpoint.every
+            if every and state.step and (state.step % every == 0 or state.step == state.steps):
+                save(state, output, checkpoints)
+            if state.step >= state.steps:
+                break
             rows = prompts_for_step(len(state.prompts), config.rollout.prompts_per_step, state.step, config.data.seed)
             groups = share([state.prompts[row] for row in rows], state.world)
+            state.memory.take_peak()  # what an evaluation or a checkpoint held is not the step's
             metrics, completions = grpo_step(state, groups)
             state.step += 1
             if state.step == FIRST_LOOK:
                 note_unmoved_adapters(state)
             output.step(metrics, completions)
-            if config.eval.every and state.step % config.eval.every == 0 and state.step < state.steps:
-                evaluate_now(state, output)
-    evaluate_now(state, output)
-    output.exported(export(state.policy, state.engine, state.world, output.path))
+    output.exported(export(state.policy, state.engine, state.world, output.path, config))
+
+
+def save(state: State, output: Output, checkpoints: Checkpoints) -> Path | None:
+    """A checkpoint of the last moment between two steps; None when an update has left it. A collective."""
+    if state.boundary is None:
+        return None
+    step = state.boundary.progress["step"]
+    if checkpoints.saved_step == step:
+        return checkpoints.store.folder(step)
+    progress = state.boundary.progress | {"output": output.progress()}
+    return checkpoints.save(step, progress, state.boundary.random_states)
+
+
+def evaluation_is_due(state: State, output: Output) -> bool:
+    """Before the first step, every ``eval.every``, and after the last; not where a resumed run has it already."""
+    every = state.config.eval.every
+    due = state.step in (0, state.steps) or (every and state.step % every == 0)
+    return bool(state.eval_prompts and due and output.evaluated_step() != state.step)
+
+
+def keep_best(state: State, output: Output, checkpoints: Checkpoints) -> None:
+    """A checkpoint of the best evaluation so far, which pruning leaves alone, when ``eval.best_metric`` asks for it."""
+    metric = state.config.eval.best_metric
+    if not metric:
+        return
+    value = getattr(output.evaluations[-1], metric).mean
+    if math.isfinite(value) and (state.best is None or value > state.best["value"]):
+        state.best = {"step": state.step, "value": value}
+        state.at_boundary()
+        checkpoints.keep_best(save(state, output, checkpoints))
 
 
 def evaluate_now(state: State, output: Output) -> None:
-    """Mean reward on the held-out prompts, where there are any."""
-    if not state.eval_prompts:
-        return
+    """Mean reward on the held-out prompts."""
+    output.evaluating()
     with state.engine.gathered():
         sampled, greedy = together(
             state.world,
@@ -133,11 +174,16 @@ def evaluate_now(state: State, output: Output) -> None:
 
 
 def together(world: World, work: Callable[[], T]) -> T:
-    """``work()`` on every rank; where it ends the run on one rank, it ends it on all, with that rank's message."""
+    """``work()`` on every rank; where it ends the run on one rank, it ends it on all, with that rank's message.
+
+    A safe point, too: a rank that was asked to end does so here, and takes the others with it.
+    """
     result: T | None = None
     error: RunEnd | None = None
     try:
+        interrupts.check()
         result = work()
+        interrupts.check()
     except RunEnd as end:
         error = end
     world.agree(error)

@@ -99,6 +99,7 @@ def take_step(state: State, sums: Sums) -> None:
     sums.maximum("lr", rate)
     losses, state.nonfinite_losses = state.nonfinite_losses, []
     if outcome.applied:
+        state.boundary = None
         sums.maximum("grad_norm", outcome.grad_norm)
         return
     found = [loss for part in state.world.gather_objects(losses) for loss in part]

@@ -18,8 +18,19 @@ class Rank:
     output: str
 
 
-def run_ranks(arguments: Sequence[str], ranks: int, port: int, *, timeout: float = 300, **variables: str) -> list[Rank]:
-    """``python ARGUMENTS`` on every rank over loopback. A rank that outlives the time-out is ended and has code -9."""
+def run_ranks(
+    arguments: Sequence[str],
+    ranks: int,
+    port: int,
+    *,
+    timeout: float = 300,
+    folder: Path | None = None,
+    **variables: str,
+) -> list[Rank]:
+    """``python ARGUMENTS`` on every rank over loopback, in ``folder`` or here.
+
+    A rank that outlives the time-out is ended and has code -9.
+    """
     common = os.environ | {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -31,10 +42,11 @@ def run_ranks(arguments: Sequence[str], ranks: int, port: int, *, timeout: float
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     }
     # To files: a pipe that nobody reads while another rank is waited for fills up, and stops its rank in a write.
-    outputs = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(ranks)]
+    outputs = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(ranks)]  # noqa: SIM115  (closed below)
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
+            cwd=folder,
             env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | variables,
             stdout=output,
             stderr=subprocess.STDOUT,

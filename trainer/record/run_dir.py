@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,9 @@ class RunDirectory:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
+    def holds_a_run(self) -> bool:
+        return any((self.path / name).exists() for name in RUN_FILES)
+
     def check(self) -> None:
         """Refused when the directory already holds a run, or cannot be written. Writes nothing."""
         if self.path.exists() and not self.path.is_dir():
@@ -31,11 +35,11 @@ class RunDirectory:
             raise Refused(
                 f"run.dir: {self.path} cannot be created: {above} {what}. Fix: set run.dir to a path you can write."
             )
-        found = [name for name in RUN_FILES if (self.path / name).exists()]
-        if found:
+        if self.holds_a_run():
+            found = [name for name in RUN_FILES if (self.path / name).exists()]
             raise Refused(
                 f"run.dir: {self.path} already holds a run (found {', '.join(found)}), expected a new directory. "
-                "Fix: set run.dir to another path."
+                "Fix: set run.dir to another path, or go on with that run: --resume auto."
             )
 
     def create(self) -> None:
@@ -48,6 +52,22 @@ class RunDirectory:
             raise Refused(
                 f"run.dir: cannot create {self.path}: {error.strerror}. Fix: set run.dir to a path you can write."
             ) from error
+
+    def cut_after(self, step: int) -> None:
+        """Takes back the records of later steps, which a run that is resumed after ``step`` makes again."""
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            self._replace("metrics.jsonl", "".join(line for line in lines if 0 < _step_of(line) <= step))
+        for folder, pattern in (
+            ("rollouts", r"step-(\d+)\.jsonl"),
+            ("samples", r"step_(\d+)\.txt"),
+            ("eval", r"step-(\d+)\.json"),
+        ):
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+            for file in (self.path / folder).iterdir():
+                if (match := re.fullmatch(pattern, file.name)) and int(match[1]) > step:
+                    file.unlink()
 
     def write_config(self, text: str) -> None:
         self._replace("config.toml", text)
@@ -112,3 +132,11 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+
+
+def _step_of(line: str) -> int:
+    """Step of a line of metrics.jsonl; 0 of a last line that a kill has cut."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return 0

@@ -1,6 +1,6 @@
 """Rollouts with transformers' ``generate``: left-padded prompts, a KV cache, our own sampler."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,6 +42,8 @@ class Decoder:
     rollout: Rollout
     stop_ids: tuple[int, ...]
     seed: int
+    between_tokens: Callable[[], None] = lambda: None
+    """Called at every position; what it raises ends the rollout. A rollout is the longest part of a step."""
 
     def generate(
         self,
@@ -75,7 +77,7 @@ class Decoder:
         if keys is not None:
             uniforms = torch.from_numpy(np.stack([key.uniforms(limit) for key in keys])).to(device)
         sampler = KeyedSampler(self.rollout, uniforms, tokenizer_size=len(self.tokenizer), dtype=self.causal.dtype)
-        ends = _Ends(self.tokenizer, self.rollout.stop, self.stop_ids, len(rows))
+        ends = _Ends(self.tokenizer, self.rollout.stop, self.stop_ids, len(rows), self.between_tokens)
         input_ids, attention_mask = self._left_padded([group.prompt.ids for group, _ in rows])
         generate: Any = self.causal.generate  # a mixin's method, which nn.Module's attribute type hides
         generate(
@@ -133,14 +135,21 @@ class _Ends(StoppingCriteria):
     """Ends a row at the first stop id or stop string, and notes its length then (0 while it runs)."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], stop_ids: Sequence[int], rows: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str],
+        stop_ids: Sequence[int],
+        rows: int,
+        between_tokens: Callable[[], None],
     ) -> None:
         self.strings = StopStringCriteria(tokenizer, list(stop)) if stop else None
         self.stop_ids = torch.tensor(list(stop_ids))
         self.length = [0] * rows
         self.steps = 0
+        self.between_tokens = between_tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        self.between_tokens()
         self.steps += 1
         done = torch.isin(input_ids[:, -1], self.stop_ids.to(input_ids.device))
         if self.strings is not None:

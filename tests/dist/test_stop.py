@@ -1,0 +1,90 @@
+"""Stopped by a signal or by a guard: what is saved, and that the resumed run shows no trace of the stop."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_launch import RUN, ZERO_GRPO, run, started, status, wait_for
+from tests.tiny_run import write_run
+
+SLOW = """
+import random, time
+
+def spread(completion_ids, **_):
+    time.sleep(0.15)
+    return [random.random() + sum(ids) % 17 / 17 for ids in completion_ids]
+"""
+FAILS_LATE = """
+def spread(completion_ids, trainer_state, **_):
+    if trainer_state.global_step == 3:
+        raise ValueError("the judge is out")
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
+"""
+ADAPTER = "adapter/adapter_model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_run(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN.replace("steps = 2", "steps = 12") + "\n[optim]\nwarmup_steps = 5\n")
+    return tmp_path
+
+
+def test_f8_sigterm_saves_at_once_and_the_resumed_run_is_the_unharmed_one(folder: Path) -> None:
+    """Two ranks, signalled anywhere in a step; there is no periodic checkpoint before."""
+    (folder / "rewards.py").write_text(SLOW)
+    command = (*ZERO_GRPO, "--gpus", "2", "--checkpoint.every", "0")
+    unharmed = run(folder, *command, "--run.dir", "unharmed")
+    assert unharmed.code == 0
+
+    process = started(folder, command)
+    wait_for(lambda: (folder / "out/metrics.jsonl").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    step = status(folder)["step"]
+    assert (process.returncode, err) == (75, "")
+    assert out.strip().splitlines()[-1] == (
+        f"preempted: SIGTERM, by a scheduler or a launcher, after step {step}; "
+        f"saved out/checkpoints/step-{step:06d}; go on with --resume auto."
+    )
+    assert (status(folder)["state"], status(folder)["exit_code"]) == ("preempted", 75)
+    assert 0 < step < 12
+
+    resumed = run(folder, *command, "--resume", "auto")
+    assert resumed.code == 0 and f"going on from out/checkpoints/step-{step:06d}, after step {step}" in resumed.out
+    assert (folder / "out" / ADAPTER).read_bytes() == (folder / "unharmed" / ADAPTER).read_bytes()
+    rewards = [
+        [json.loads(line)["reward_mean"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("out", "unharmed")
+    ]
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 12
+
+
+def test_a_guard_saves_and_the_corrected_run_goes_on(folder: Path) -> None:
+    (folder / "rewards.py").write_text(FAILS_LATE)
+    ended = run(folder, *ZERO_GRPO)
+    assert (ended.code, ended.err) == (3, "") and "the judge is out" in ended.out.split("stopped: ")[1]
+    assert "saved out/checkpoints/step-000003; go on with --resume auto" in ended.out
+    assert (status(folder)["state"], status(folder)["step"]) == ("stopped", 3)
+
+    (folder / "rewards.py").write_text(FAILS_LATE.replace("== 3", "== 99"))
+    ended = run(folder, *ZERO_GRPO, "--resume", "auto")
+    assert ended.code == 2 and "--allow rewards/rewards.py" in ended.out
+    ended = run(folder, *ZERO_GRPO, "--resume", "auto", "--allow", "rewards/rewards.py")
+    assert ended.code == 0 and len((folder / "out/metrics.jsonl").read_text().splitlines()) == 12
+
+
+def test_the_best_checkpoint_outlives_pruning(folder: Path) -> None:
+    evaluation = ("--eval.every", "1", "--data.eval_fraction", "0.25", "--eval.best_metric", "sampled")
+    command = (*ZERO_GRPO, *evaluation, "--checkpoint.every", "1", "--checkpoint.keep", "1", "--optim.lr", "5e-3")
+    assert run(folder, *command, "--run.steps", "5").code == 0
+    means = [
+        json.loads((folder / f"out/eval/step-{step:06d}.json").read_text())["sampled"]["mean"] for step in range(6)
+    ]
+    best = means.index(max(means))
+    assert best < 4, "pruning would have kept it anyway: choose another learning rate"
+    checkpoints = folder / "out/checkpoints"
+    assert (checkpoints / "best").read_text() == f"step-{best:06d}\n"
+    assert {path.name for path in checkpoints.glob("step-*")} == {f"step-{best:06d}", "step-000005"}

@@ -1,0 +1,262 @@
+"""Checkpoints on disk: what is damaged is found before it is loaded, and what may be resumed from is decided alike."""
+
+import json
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.checkpoint import manifest, resume
+from trainer.checkpoint.manifest import Facts, Manifest
+from trainer.checkpoint.store import Found, Store
+from trainer.errors import NoCheckpoint, Refused
+from trainer.record.run_dir import RunDirectory
+
+FACTS = Facts(
+    world_size=2,
+    zero_stage=2,
+    dtype="float32",
+    config={
+        "run": {"dir": "runs/a", "steps": 10},
+        "optim": {"lr": 1e-5},
+        "reward": [{"name": "right", "weight": 1.0}],
+        "checkpoint": {"every": 5},
+    },
+    sources={"model.name_or_path": "aa", "data.source": "bb", "rewards/mine.py": "cc"},
+    trained={"layers.0.lora_A": [4, 32]},
+    versions={"torch": "2.13.0"},
+)
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    """A committed one with a tensor file and a JSON file."""
+    store = Store(run_dir)
+    folder = store.begin(step, "run")
+    (folder / "deepspeed").mkdir()
+    torch.save({"weight": torch.arange(1000.0) + step}, folder / "deepspeed/states.pt")
+    (folder / "progress.json").write_text(json.dumps({"step": step}))
+    files = {name: manifest.measured(folder, name) for name in manifest.listed(folder)}
+    manifest.write(folder, Manifest(step, "run", FACTS, files))
+    return store.commit(folder, step)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+class Runs:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.canary),))
+
+
+def test_a_whole_checkpoint_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    found = manifest.verify(checkpoint(tmp_path, 7))
+    assert (found.step, found.run_id, found.facts) == (7, "run", FACTS)
+    assert found.bytes > 4000
+
+
+@pytest.mark.parametrize("name", ["deepspeed/states.pt", "progress.json"])
+@pytest.mark.parametrize(
+    ("damage", "said"), [(flip_a_bit, "damaged"), (truncate, "bytes, saved were"), (Path.unlink, "missing")]
+)
+def test_damage_to_a_file_is_found_and_named(tmp_path: Path, name: str, damage: Any, said: str) -> None:
+    folder = checkpoint(tmp_path, 7)
+    damage(folder / name)
+    with pytest.raises(NoCheckpoint, match=said) as refusal:
+        manifest.verify(folder)
+    assert str(folder / name) in str(refusal.value)
+
+
+def test_a_file_that_was_added_is_found(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 7)
+    (folder / "deepspeed/more.pt").write_bytes(b"")
+    with pytest.raises(NoCheckpoint, match=r"more\.pt: not a file of this checkpoint"):
+        manifest.verify(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, Path.unlink, lambda path: path.write_text("[1]"), lambda path: path.write_bytes(b"\xff")]
+)
+def test_a_damaged_manifest_is_no_manifest(tmp_path: Path, damage: Any) -> None:
+    folder = checkpoint(tmp_path, 7)
+    damage(folder / manifest.NAME)
+    with pytest.raises(NoCheckpoint, match="MANIFEST"):
+        manifest.verify(folder)
+
+
+def test_a_changed_manifest_is_found_by_its_own_hash(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 7) / manifest.NAME
+    path.write_text(path.read_text().replace('"step": 7', '"step": 8'))
+    with pytest.raises(NoCheckpoint, match="does not have the sha256 that it states"):
+        manifest.verify(path.parent)
+
+
+def test_k1_a_manifest_of_a_newer_format_is_named(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 7) / manifest.NAME
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(NoCheckpoint, match="format 2, this version reads 1"):
+        manifest.verify(path.parent)
+
+
+def test_k4_a_pickle_with_a_foreign_global_is_found_and_not_run(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    folder = store.begin(7, "run")
+    torch.save({"weight": torch.ones(2), "more": Runs(tmp_path / "canary")}, folder / "states.pt")
+    manifest.write(folder, Manifest(7, "run", FACTS, {"states.pt": manifest.measured(folder, "states.pt")}))
+    with pytest.raises(NoCheckpoint, match=r"its pickle names posix\.mkdir"):
+        manifest.verify(store.commit(folder, 7))
+    assert not (tmp_path / "canary").exists()
+    pickle.loads(pickle.dumps(Runs(tmp_path / "canary")))
+    assert (tmp_path / "canary").exists(), "the pickle of this test does nothing"
+
+
+def test_the_newest_valid_one_is_found_whatever_latest_says(tmp_path: Path) -> None:
+    kept = checkpoint(tmp_path, 9)
+    flip_a_bit(checkpoint(tmp_path, 99) / "deepspeed/states.pt")
+    truncate(checkpoint(tmp_path, 100) / "deepspeed/states.pt")
+    (tmp_path / "checkpoints/tmp.step-000101.run").mkdir()
+    (tmp_path / "checkpoints/removed.step-000102").mkdir()
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-000100\n"
+    found = Store(tmp_path).newest()
+    assert found is not None and found.path == kept and found.manifest.step == 9
+    assert [text.split(":")[0].rsplit("/", 3)[1] for text in found.skipped] == ["step-000100", "step-000099"]
+
+
+def test_b70_nothing_valid_is_an_error_and_nothing_at_all_a_start(tmp_path: Path) -> None:
+    assert Store(tmp_path).newest() is None
+    assert resume.find("auto", tmp_path) is None
+    truncate(checkpoint(tmp_path, 5) / manifest.NAME)
+    with pytest.raises(NoCheckpoint, match="none of its checkpoints can be used") as refusal:
+        Store(tmp_path).newest()
+    assert "step-000005" in str(refusal.value) and NoCheckpoint.exit_code == 5
+
+
+def test_b70_latest_that_names_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/latest").write_text("step-000004\n")
+    with pytest.raises(NoCheckpoint, match="latest names 'step-000004', which is not there"):
+        resume.find("auto", tmp_path)
+
+
+@pytest.mark.parametrize("asked", ["nowhere", "empty", "empty/checkpoints", "file"])
+def test_b70_a_path_without_a_checkpoint_is_an_error(tmp_path: Path, asked: str) -> None:
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NoCheckpoint) as refusal:
+        resume.find(str(tmp_path / asked), tmp_path)
+    assert str(tmp_path / asked) in str(refusal.value)
+
+
+def test_pruning_never_takes_the_newest_nor_a_protected_one(tmp_path: Path) -> None:
+    folders = [checkpoint(tmp_path, step) for step in range(1, 7)]
+    Store(tmp_path).prune(2, {folders[1]})
+    assert Store(tmp_path).folders() == [folders[5], folders[4], folders[1]]
+    Store(tmp_path).prune(1, set())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-000006"]
+
+
+def test_tidying_removes_rests_and_sets_damaged_ones_aside(tmp_path: Path) -> None:
+    kept, damaged = checkpoint(tmp_path, 3), checkpoint(tmp_path, 4)
+    (tmp_path / "checkpoints/tmp.step-000005.run/deepspeed").mkdir(parents=True)
+    (tmp_path / "checkpoints/removed.step-000001").mkdir()
+    (tmp_path / "checkpoints/damaged.step-000004").mkdir()
+    flip_a_bit(damaged / "progress.json")
+    Store(tmp_path).tidy(kept)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
+    assert names == {"step-000003", "damaged.step-000004", "damaged.step-000004.2"}
+
+
+def test_an_older_checkpoint_is_not_gone_on_from_beside_newer_ones(tmp_path: Path) -> None:
+    older, newer = checkpoint(tmp_path, 3), checkpoint(tmp_path, 4)
+    with pytest.raises(Refused, match=r"a newer checkpoint, step-000004[\s\S]*--run\.dir"):
+        resume.locate(str(older), tmp_path)
+    found, goes_on = resume.locate(str(older), tmp_path / "elsewhere")
+    assert found is not None and found.path == older and not goes_on
+    flip_a_bit(newer / "progress.json")
+    assert resume.locate(str(older), tmp_path)[1]
+
+
+def test_another_run_is_not_overwritten_by_a_branch(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "one", 3)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/metrics.jsonl").write_text("")
+    with pytest.raises(Refused, match="already holds a run"):
+        resume.locate(str(folder), tmp_path / "two")
+
+
+def found_with(facts: Facts) -> Found:
+    return Found(Path("ck"), Manifest(3, "run", facts, {}), [])
+
+
+def test_b69_another_world_or_stage_is_refused_with_both_numbers_and_the_way_out() -> None:
+    resume.check_world(found_with(FACTS), 2, 2)
+    with pytest.raises(NoCheckpoint, match=r"ranks 2, this run has ranks 1[\s\S]*zero-grpo export"):
+        resume.check_world(found_with(FACTS), 1, 2)
+    with pytest.raises(NoCheckpoint, match="ZeRO stage 2, this run has ZeRO stage 3"):
+        resume.check_world(found_with(FACTS), 2, 3)
+
+
+def test_free_settings_change_without_a_word() -> None:
+    config = FACTS.config | {"run": {"dir": "b", "steps": 99}, "checkpoint": {"every": 1}, "log": {"every": 3}}
+    assert resume.check_run(found_with(FACTS), replace(FACTS, config=config), ()) == ["going on from ck, after step 3"]
+
+
+CHANGED = replace(
+    FACTS,
+    config=FACTS.config | {"optim": {"lr": 2e-5}, "reward": [{"name": "right", "weight": 0.5}]},
+    sources=FACTS.sources | {"data.source": "other", "rewards/mine.py": "other"},
+)
+
+
+def test_k2_every_difference_is_listed_and_allowed_one_by_one() -> None:
+    keys = ("data.source", "optim.lr", "reward.right.weight", "rewards/mine.py")
+    with pytest.raises(Refused) as refusal:
+        resume.check_run(found_with(FACTS), CHANGED, ())
+    message = str(refusal.value)
+    assert "optim.lr: 1e-05 -> 2e-05" in message and "reward.right.weight: 1.0 -> 0.5" in message
+    assert message.endswith(" ".join(f"--allow {key}" for key in sorted(keys)))
+    with pytest.raises(Refused) as refusal:
+        resume.check_run(found_with(FACTS), CHANGED, keys[1:])
+    assert str(refusal.value).endswith("allow each: --allow data.source")
+    assert len(resume.check_run(found_with(FACTS), CHANGED, keys)) == 1 + len(keys)
+
+
+def test_b67_a_trained_weight_that_the_checkpoint_lacks_is_an_error() -> None:
+    now = replace(FACTS, trained={"layers.0.lora_A": [4, 32], "layers.1.lora_A": [4, 32]})
+    with pytest.raises(NoCheckpoint, match=r"first: layers\.1\.lora_A, saved absent, here \[4, 32\]"):
+        resume.check_run(found_with(FACTS), now, ())
+
+
+def test_other_versions_are_named() -> None:
+    notes = resume.check_run(found_with(FACTS), replace(FACTS, versions={"torch": "2.14.0"}), ())
+    assert "torch 2.13.0 -> 2.14.0" in notes[-1]
+
+
+def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    for step in (1, 2, 3):
+        directory.append_metrics({"step": step, "loss": 0.5})
+        (tmp_path / f"rollouts/step-{step:06d}.jsonl").write_text("")
+        (tmp_path / f"samples/step_{step}.txt").write_text("")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # what a kill leaves
+    directory.cut_after(2)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert {path.name for path in (tmp_path / "rollouts").iterdir()} == {"step-000001.jsonl", "step-000002.jsonl"}
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == {"step_1.txt", "step_2.txt"}

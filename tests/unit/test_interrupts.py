@@ -1,0 +1,57 @@
+"""Signals of this process: at once while it starts, later at a safe point, and at once again for who presses twice."""
+
+import signal
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from trainer import interrupts
+from trainer.errors import Interrupted, Preempted
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    before = {number: signal.getsignal(number) for number in interrupts.KINDS}
+    monkeypatch.setattr(interrupts, "_received", [])
+    monkeypatch.setattr(interrupts, "_deferred", False)
+    monkeypatch.setattr(interrupts, "_first_at", 0.0)
+    interrupts.install()
+    yield interrupts
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_ends_a_starting_run_at_once(fresh: ModuleType) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert fresh.asked()[0] is Preempted
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)])
+def test_a_training_run_is_asked_and_ends_where_it_looks(fresh: ModuleType, number: int, kind: type) -> None:
+    fresh.defer()
+    fresh.check()
+    signal.raise_signal(number)
+    with pytest.raises(kind):
+        fresh.check()
+
+
+def test_f11_a_second_ctrl_c_does_not_wait(fresh: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now)
+    fresh.defer()
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # the same press, passed on by a launcher
+    now += 2
+    signal.raise_signal(signal.SIGTERM)  # the launcher's own, after the press
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert fresh.asked()[0] is Interrupted
+
+
+def test_nothing_breaks_into_the_closing_words(fresh: ModuleType) -> None:
+    fresh.ignore()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    fresh.check()

@@ -1,0 +1,164 @@
+"""Going on from a checkpoint: which one, whether this run may, and all of it put back."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import manifest, random_states
+from trainer.checkpoint.manifest import Facts
+from trainer.checkpoint.save import PROGRESS, random_file
+from trainer.checkpoint.store import Found, Store
+from trainer.engine import ZeroEngine
+from trainer.errors import NoCheckpoint, Refused
+from trainer.record.run_dir import RunDirectory
+from trainer.world import World
+
+FREE = ("run.steps", "run.epochs", "run.dir", "log.", "eval.", "checkpoint.", "watch.")
+"""Settings that a resumed run may change without a word: none of them enters an update by itself."""
+
+
+def find(asked: str, run_dir: Path) -> Found | None:
+    """The checkpoint that ``--resume ASKED`` means, verified. None: "auto", and this run has committed none yet.
+
+    A path is a checkpoint, or a run directory, of which the newest valid one is taken. NoCheckpoint where what was
+    asked for cannot be used.
+    """
+    if asked == "auto":
+        return Store(run_dir).newest()
+    folder = Path(asked)
+    if (folder / manifest.NAME).exists() or not (folder / "checkpoints").is_dir():
+        try:
+            return Found(folder, manifest.verify(folder), [])
+        except NoCheckpoint as damaged:
+            raise NoCheckpoint(
+                f"--resume {asked}: {damaged}.\nFix: name another checkpoint, or take --resume auto, which finds the "
+                "newest valid one of run.dir."
+            ) from damaged
+    found = Store(folder).newest()
+    if found is None:
+        raise NoCheckpoint(f"--resume {asked}: no checkpoint was committed there yet (looked for checkpoints/step-*).")
+    return found
+
+
+def locate(asked: str, run_dir: Path) -> tuple[Found | None, bool]:
+    """``find``, and whether the run goes on in the directory where it was. Changes nothing there.
+
+    Refused where newer valid checkpoints would be mixed with what follows, or where run.dir holds another run.
+    """
+    found = find(asked, run_dir)
+    directory, store = RunDirectory(run_dir), Store(run_dir)
+    if found is None:
+        return None, directory.holds_a_run()
+    if found.path.resolve().parent != store.path.resolve():
+        directory.check()
+        return found, False
+    for folder in store.folders():
+        if folder.name > found.path.name and _is_valid(folder):
+            raise Refused(
+                f"--resume {asked}: run.dir = {run_dir} has a newer checkpoint, {folder.name}. Going on from an "
+                "older one would mix two runs in one directory. Fix: a new run.dir (--run.dir runs/other) for the run "
+                "that goes on from here, or --resume auto."
+            )
+    return found, True
+
+
+def check_world(found: Found, world_size: int, zero_stage: int) -> None:
+    """NoCheckpoint where DeepSpeed's shards are of another number of ranks, or of another stage."""
+    saved = found.manifest.facts
+    for what, was, now in (("ranks", saved.world_size, world_size), ("ZeRO stage", saved.zero_stage, zero_stage)):
+        if was != now:
+            raise NoCheckpoint(
+                f"{found.path} was saved with {what} {was}, this run has {what} {now}, and the optimizer's shards fit "
+                f"the former only. Fix: start with {what} {was}; or begin a new run from its weights: `zero-grpo "
+                "export`, then lora.start_adapter or model.name_or_path."
+            )
+
+
+def differences(saved: Facts, now: Facts) -> dict[str, str]:
+    """Key -> "was -> is", of everything that may not change without a word."""
+    found = {}
+    was, new = _flat(saved.config), _flat(now.config)
+    for key in sorted({*was, *new}):
+        if was.get(key) != new.get(key) and not key.startswith(FREE):
+            found[key] = f"{_shown(was.get(key))} -> {_shown(new.get(key))}"
+    for key in sorted({*saved.sources, *now.sources}):
+        if saved.sources.get(key) != now.sources.get(key) and key not in found:
+            found[key] = "the name is the same, what it stands for has changed"
+    if saved.dtype != now.dtype:
+        found.setdefault("model.dtype", f"{saved.dtype} -> {now.dtype}")
+    return dict(sorted(found.items()))
+
+
+def check_run(found: Found, now: Facts, allowed: Collection[str]) -> list[str]:
+    """Refused unless each difference was allowed by its key; otherwise what is worth a note."""
+    notes = [f"going on from {found.path}, after step {found.manifest.step}"]
+    notes += [f"passed over: {reason}" for reason in found.skipped]
+    differing = differences(found.manifest.facts, now)
+    refused = {key: text for key, text in differing.items() if key not in allowed}
+    if refused:
+        lines = "\n".join(f"  {key}: {text}" for key, text in refused.items())
+        flags = " ".join(f"--allow {key}" for key in refused)
+        raise Refused(
+            f"--resume: this run differs from {found.path}, so that it would not be the run that was begun:\n{lines}\n"
+            f"Fix: set them back, or allow each: {flags}"
+        )
+    notes += [f"resumed with another {key} ({text}), as allowed" for key, text in differing.items()]
+    was, new = found.manifest.facts.versions, now.versions
+    changed = [f"{name} {was.get(name)} -> {new.get(name)}" for name in sorted(new) if was.get(name) != new.get(name)]
+    if changed:
+        notes.append(f"saved by other versions ({', '.join(changed)}): the resumed steps may differ in the last bits")
+    _check_trained(found, now)
+    return notes
+
+
+def _check_trained(found: Found, now: Facts) -> None:
+    """NoCheckpoint unless the checkpoint holds every weight that this run trains, and no other: a weight that is passed
+    over would keep its random start."""
+    saved = found.manifest.facts.trained
+    differing = sorted(name for name in {*saved, *now.trained} if saved.get(name) != now.trained.get(name))
+    if differing:
+        one = differing[0]
+        raise NoCheckpoint(
+            f"{found.path}: it holds {len(saved)} trained weights, this run has {len(now.trained)}, and "
+            f"{len(differing)} differ (first: {one}, saved {saved.get(one, 'absent')}, here "
+            f"{now.trained.get(one, 'absent')}). Fix: the model and lora settings that it was saved with."
+        )
+
+
+def restore(found: Found, engine: ZeroEngine, world: World) -> dict[str, Any]:
+    """Weights, optimizer and random generators of every rank. Returns what ``save`` was given as ``progress``."""
+    engine.load(found.path / "deepspeed")
+    random_states.restore(_read_json(found.path / random_file(world.rank)))
+    return _read_json(found.path / PROGRESS)
+
+
+def _is_valid(folder: Path) -> bool:
+    try:
+        manifest.verify(folder)
+    except NoCheckpoint:
+        return False
+    return True
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value; the rewards by their names."""
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list) and tree and all(isinstance(one, dict) and "name" in one for one in tree):
+        items = {one["name"]: one for one in tree}.items()
+    else:
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else json.dumps(value, ensure_ascii=False)

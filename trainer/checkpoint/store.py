@@ -1,0 +1,115 @@
+"""The checkpoints of a run on disk: found newest first, committed by one rename, pruned last. Rank 0 alone."""
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import Manifest
+from trainer.errors import NoCheckpoint
+
+STEP = re.compile(r"step-(\d{6,})")
+UNFINISHED, REMOVED, DAMAGED = "tmp.", "removed.", "damaged."
+"""What a folder that is no checkpoint begins with."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was verified."""
+
+    path: Path
+    manifest: Manifest
+    skipped: list[str]
+    """Why each newer one cannot be used, in words."""
+
+
+class Store:
+    """``RUN_DIR/checkpoints``."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "checkpoints"
+
+    def folders(self) -> list[Path]:
+        """Every committed checkpoint, the newest first, valid or not. ``latest`` is not asked: it may lag or lie."""
+        if not self.path.is_dir():
+            return []
+        numbered = [(int(match[1]), path) for path in self.path.iterdir() if (match := STEP.fullmatch(path.name))]
+        return [path for _, path in sorted(numbered, reverse=True)]
+
+    def folder(self, step: int) -> Path:
+        return self.path / f"step-{step:06d}"
+
+    def newest(self) -> Found | None:
+        """The newest valid checkpoint; None where none was ever committed. NoCheckpoint when all are damaged."""
+        skipped: list[str] = []
+        for folder in self.folders():
+            try:
+                return Found(folder, manifest.verify(folder), skipped)
+            except NoCheckpoint as damaged:
+                skipped.append(str(damaged))
+        latest = self.path / "latest"
+        if latest.exists() and not skipped:
+            skipped.append(f"{latest} names {latest.read_text(errors='replace').strip()!r}, which is not there")
+        if skipped:
+            raise NoCheckpoint(
+                f"{self.path}: none of its checkpoints can be used:\n"
+                + "\n".join(skipped)
+                + "\nFix: copy one back, or begin again in a new run.dir."
+            )
+        return None
+
+    def begin(self, step: int, run_id: str) -> Path:
+        """The folder that a save writes to; what an earlier save has left of it is gone."""
+        folder = self.path / f"{UNFINISHED}step-{step:06d}.{run_id}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit(self, folder: Path, step: int) -> Path:
+        """From here on it is a checkpoint: one rename, made durable; then ``latest``, for people and tools."""
+        final = self.folder(step)
+        os.rename(folder, final)
+        manifest.sync(self.path)
+        self.point("latest", final)
+        return final
+
+    def point(self, name: str, folder: Path) -> None:
+        """``latest`` or ``best``: a file that holds the folder's name. Advice: resuming looks for itself."""
+        beside = self.path / f".{name}.tmp"
+        beside.write_text(f"{folder.name}\n", encoding="utf-8")
+        manifest.sync(beside)
+        os.replace(beside, self.path / name)
+
+    def prune(self, keep: int, protected: set[Path]) -> None:
+        """Removes all but the newest ``keep`` and the protected ones. Called after a commit: the newest one is valid.
+
+        Renamed first, so that a half-removed folder is never taken for a damaged checkpoint.
+        """
+        safe = {path.resolve() for path in protected}
+        for folder in self.folders()[keep:]:
+            if folder.resolve() not in safe:
+                gone = folder.with_name(REMOVED + folder.name)
+                os.rename(folder, gone)
+                shutil.rmtree(gone)
+
+    def tidy(self, current: Path | None) -> None:
+        """Before a run goes on from ``current``: rests of unfinished saves go, damaged newer ones are set aside."""
+        if not self.path.is_dir():
+            return
+        for folder in self.path.iterdir():
+            if folder.is_dir() and folder.name.startswith((UNFINISHED, REMOVED)):
+                shutil.rmtree(folder)
+        for folder in self.folders():
+            if folder == current:
+                break
+            os.rename(folder, _free_name(folder.with_name(DAMAGED + folder.name)))
+
+
+def _free_name(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free

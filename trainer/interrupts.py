@@ -1,0 +1,64 @@
+"""SIGTERM and Ctrl-C: at once while a run starts, at the next safe point of all ranks while it trains.
+
+Signals belong to the process, and so does this state.
+"""
+
+import signal
+import time
+from types import FrameType
+
+from trainer.errors import Interrupted, Preempted, RunEnd
+
+KINDS: dict[int, tuple[type[RunEnd], str]] = {
+    signal.SIGINT: (Interrupted, "Ctrl-C"),
+    signal.SIGTERM: (Preempted, "SIGTERM, by a scheduler or a launcher"),
+}
+SECONDS_OF_ONE_PRESS = 1.0
+"""A terminal, a shell and a launcher may each pass on the same Ctrl-C; a second press comes later than that."""
+
+_received: list[int] = []
+_first_at = 0.0
+_deferred = False
+
+
+def install() -> None:
+    """From now on either signal raises KeyboardInterrupt, which no ``except Exception`` swallows."""
+    for number in KINDS:
+        signal.signal(number, _note)
+
+
+def defer() -> None:
+    """From now on a signal waits for ``check``, so that the ranks stop together; a second Ctrl-C does not wait."""
+    global _deferred
+    _deferred = True
+
+
+def ignore() -> None:
+    """From now on nothing breaks into the closing words."""
+    for number in KINDS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def check() -> None:
+    """Raises Interrupted or Preempted when this process was asked to end."""
+    if _received:
+        kind, who = KINDS[_received[0]]
+        raise kind(who)
+
+
+def asked() -> tuple[type[RunEnd], str]:
+    """What a KeyboardInterrupt was: the kind of end, and who asked for it."""
+    return KINDS[_received[0] if _received else signal.SIGINT]
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _first_at
+    now = time.monotonic()
+    first = not _received
+    _received.append(number)
+    if first:
+        _first_at = now
+        if not _deferred:
+            raise KeyboardInterrupt
+    elif number == signal.SIGINT and now - _first_at > SECONDS_OF_ONE_PRESS:
+        raise KeyboardInterrupt
