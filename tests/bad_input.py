@@ -10,26 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiny_run import RUN_FILE as RUN
 from trainer.models.vocabulary import Vocabulary
-
-RUN = """
-[run]
-dir = "out"
-steps = 2
-[model]
-name_or_path = "model"
-[data]
-source = "train.jsonl"
-chat_template = "off"
-[rollout]
-prompts_per_step = 4
-num_generations = 4
-max_new_tokens = 8
-[[reward]]
-name = "score"
-kind = "python"
-function = "rewards.py:spread"
-"""
 
 Change = Callable[[Path], object]
 
@@ -153,7 +135,7 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
     ),
     "no run.dir": (file("run.toml", RUN.replace('dir = "out"', "")), "", ("run.dir", "Fix")),
     "an argument": (nothing, "optim.lr 1", ("--section.key value",)),
-    "resume": (nothing, "--resume auto", ("no checkpoints",)),
+    "allow without resume": (nothing, "--allow optim.lr", ("--allow", "--resume auto")),
     "no ranks": (nothing, "--gpus 0", ("--gpus 0", "1 or more")),
     "ranks in words": (nothing, "--gpus two", ("--gpus", "two")),
     # the run directory
@@ -194,6 +176,7 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
     "fp16": (nothing, "--model.dtype fp16", ("model.dtype", "bf16")),
     "no such modules": (nothing, '--lora.targets ["c_attn"]', ("c_attn", "q_proj")),
     "flash attention": (nothing, "--model.attn flash_attention_2", ("flash_attn", "sdpa")),
+    "window, before the weights are read": (without("model.safetensors"), "--rollout.max_new_tokens 100", ("> 64",)),
     "window": (nothing, "--rollout.max_new_tokens 100", ("> 64 tokens", "rollout.max_new_tokens = ")),
     # the adapter to start from
     "no adapter": (nothing, START, ("adapter_config.json",)),

@@ -15,6 +15,20 @@ CHATML = (
 
 CORPUS = ["system user assistant", "the answer is 42", "What is 2 + 3? Think first.", "You are a helpful assistant."]
 
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+"""The sizes of a config."""
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Llama 3.1's scaling, trained into a model."""
+
 
 def tiny_tokenizer() -> Qwen2Tokenizer:
     """300 tokens: 256 bytes, 41 merges, then <|endoftext|> (pad) 297, <|im_start|> 298, <|im_end|> (eos) 299; no bos.
@@ -42,17 +56,7 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def tiny_qwen2(vocab: int = 300, seed: int = 0) -> Qwen2ForCausalLM:
-    """A random fp32 Qwen2: 2 layers, hidden 32, 4 heads over 2 kv heads, tied embeddings, 64 positions."""
+def tiny_qwen2(vocab: int = 300, seed: int = 0, *, tied: bool = True) -> Qwen2ForCausalLM:
+    """A random fp32 Qwen2: 2 layers, hidden 32, 4 heads over 2 kv heads, tied embeddings or not, 64 positions."""
     set_seed(seed)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**TINY | {"vocab_size": vocab}, tie_word_embeddings=tied)).eval()

@@ -72,6 +72,26 @@ SETTINGS: dict[str, Any] = {
     "log.samples_every": 0,
 }
 
+RUN_FILE = """
+[run]
+dir = "out"
+steps = 2
+[model]
+name_or_path = "model"
+[data]
+source = "train.jsonl"
+chat_template = "off"
+[rollout]
+prompts_per_step = 4
+num_generations = 4
+max_new_tokens = 8
+[[reward]]
+name = "score"
+kind = "python"
+function = "rewards.py:spread"
+"""
+"""A run file for the folder that ``write_run`` makes, from within it."""
+
 
 def write_run(folder: Path, model: PreTrainedModel | None = None) -> Path:
     """``folder/model``, ``train.jsonl`` and ``rewards.py``; returns the folder."""

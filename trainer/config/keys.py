@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pydantic.fields import FieldInfo
 
 from trainer.config.fields import expected, keys, literal, section_of
+from trainer.config.rules import available
+from trainer.config.rules.reward import NEEDS, OWN_KEYS
 from trainer.errors import Refused
 
 WIDTH = 100
@@ -31,7 +33,23 @@ def _entry(path: Sequence[str], field: FieldInfo) -> str:
         header = f"[[{name}]]" if path == ("reward",) else f"[{name}]"
         return f"\n{header}  {field.description}"
     kind = expected(field.annotation, field.metadata)
-    return f"  {'.'.join(path)}: {kind}; {_default(field)}\n{meaning}"
+    return f"  {'.'.join(path)}: {kind}; {_default(field)}{_not_yet('.'.join(path))}\n{meaning}"
+
+
+def _not_yet(key: str) -> str:
+    """What of a key this version refuses, in brackets; empty where it takes all that the type allows."""
+    section, _, name = key.partition(".")
+    if key in available.FIXED or (section == "reward" and name in OWN_KEYS and not _is_read(name)):
+        return " (not in this version)"
+    refused = available.NOT_YET[key][0] if key in available.NOT_YET else ()
+    if key == "reward.kind":
+        refused = tuple(kind for kind in NEEDS if kind not in available.REWARD_KINDS)
+    return f" ({', '.join(map(literal, refused))}: not in this version)" if refused else ""
+
+
+def _is_read(name: str) -> bool:
+    """Whether a kind of reward that this version has reads the key."""
+    return any(name == NEEDS[kind][0] or name in NEEDS[kind][1] for kind in available.REWARD_KINDS)
 
 
 def _default(field: FieldInfo) -> str:

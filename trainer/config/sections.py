@@ -67,7 +67,7 @@ class Lora(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Dropout on the adapter's input. 0: with dropout, scored and sampled log-probs differ.",
+        description="Without effect, and said so: with dropout, scored and sampled log-probs would differ.",
     )
     targets: Texts = Field(
         default=("all-linear",),
@@ -229,15 +229,27 @@ class Watch(Section):
 
 
 class Checkpoint(Section):
-    every: int = Field(default=0, ge=0, description="Steps between checkpoints. 0: none.")
-    keep: int = Field(default=3, ge=1, description="Checkpoints to keep, the newest ones.")
+    every: int = Field(
+        default=50,
+        ge=0,
+        description=(
+            "Steps between checkpoints; one more after the last step. 50: the most that a kill can cost. 0: only when"
+            " the run is stopped."
+        ),
+    )
+    keep: int = Field(
+        default=3,
+        ge=1,
+        description="Checkpoints to keep, the newest ones. The one resumed from and the best one stay besides.",
+    )
 
 
 class Eval(Section):
     every: int = Field(default=0, ge=0, description="Steps between evaluations. 0: none.")
     num_generations: int = Field(default=4, ge=1, description="Completions a prompt of an evaluation.")
-    best_metric: str = Field(
-        default="", description='Metric of the evaluation whose best checkpoint is kept. "": none.'
+    best_metric: Literal["", "sampled", "greedy"] = Field(
+        default="",
+        description='Held-out mean reward whose best checkpoint is saved and kept: of samples, or greedy. "": none.',
     )
 
 

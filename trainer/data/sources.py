@@ -10,6 +10,7 @@ from trainer.data.text_files import read_csv, read_json, read_json_lines
 from trainer.errors import Refused
 
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
+SECONDS_TO_REACH_THE_HUB = 10.0
 OTHER_FILE_TYPES = (".gz", ".zst", ".txt", ".tsv", ".xlsx", ".arrow")
 """Not read, but a name that ends so is no hub name."""
 
@@ -108,6 +109,8 @@ def _read_folder(source: Source) -> Table:
 def _load_dataset(source: Source) -> Table:
     import datasets
 
+    if not source.path.is_dir():
+        _check_hub(source)
     try:
         rows = datasets.load_dataset(source.name, source.config or None, split=source.split).to_list()
     # httpx, fsspec, pyarrow, the hub client and the dataset builders each raise kinds of their own, none with a
@@ -121,6 +124,28 @@ def _load_dataset(source: Source) -> Table:
             f"{_advice(source)}"
         ) from error
     return numbered(rows, _with_split(source))
+
+
+def _check_hub(source: Source) -> None:
+    """One plain request: datasets would try for half a minute before it says less."""
+    import datasets
+    from datasets.naming import camelcase_to_snakecase
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    *owner, name = source.name.split("/")
+    cached = Path(datasets.config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(name)])
+    if cached.is_dir():  # without the hub, datasets takes what it prepared before
+        return
+    try:
+        HfApi().dataset_info(source.name, timeout=SECONDS_TO_REACH_THE_HUB)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
+        return  # an answer, or a name that cannot be asked for: datasets says at once what is wrong
+    except Exception as error:  # what the HTTP client raises, whose name depends on the hub client's version
+        raise Refused(
+            f"{source.setting}: no file or folder of that name, and the hub cannot be reached: {error}.\n"
+            f"{_advice(source)}"
+        ) from None
 
 
 def _advice(source: Source) -> str:

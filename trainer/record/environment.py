@@ -1,11 +1,12 @@
 """What a run ran on: versions, git, hosts, hardware. Never a secret: only the variables named here are recorded."""
 
+import json
 import os
 import platform
 import socket
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def collect() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "packages": {name: installed_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
-        "git": git_state(Path.cwd()),
+        **git_state(Path.cwd()),
+        **installed_from(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpu": {"model": cpu_model(), "cores": os.cpu_count()},
@@ -63,13 +65,24 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit of the directory's checkout, and whether it has changes; None outside a checkout or without git."""
+def git_state(directory: Path) -> dict[str, Any]:
+    """``git``: commit of the directory's checkout, and whether it has changes; ``git_absent``: why there is none."""
     try:
         commit = _git(directory, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git(directory, "status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
+        return {"git": {"commit": commit, "dirty": bool(_git(directory, "status", "--porcelain"))}}
+    except subprocess.CalledProcessError as error:
+        return {"git_absent": f"{directory}: {error.stderr.strip()}"}
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"git_absent": str(error)}
+
+
+def installed_from() -> dict[str, Any]:
+    """``installed_from``: PEP 610's record of where this package came from, as URL and commit; an index leaves none."""
+    try:
+        record = Distribution.from_name("zero-grpo").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return {}
+    return {"installed_from": json.loads(record)} if record else {}
 
 
 def _git(directory: Path, *arguments: str) -> str:

@@ -13,6 +13,7 @@ from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
 from trainer.errors import Refused
 from trainer.rewards.arguments import Signature, arguments, in_rows, text_of
+from trainer.rewards.calls import Failed
 from trainer.rewards.functions import describe, did_you_mean
 from trainer.rewards.limit import Overdue, call_within
 
@@ -96,11 +97,11 @@ def length(completion_ids: list[list[int]], *, target: int = 0, limit: int = 0) 
     return [min(1.0, max(0.0, 2 - len(ids) / limit)) for ids in completion_ids]
 
 
-def math_verify(completions: list[Any], answer: list[Any]) -> list[float | None]:
+def math_verify(completions: list[Any], answer: list[Any]) -> list[float | Failed]:
     """1 where the completion's final expression equals the answer as mathematics (LaTeX or plain), by math-verify.
 
-    An answer without $ is read as one expression, whole: "3, 4" is both numbers, not the last. None where comparing
-    takes longer than 5 s.
+    An answer without $ is read as one expression, whole: "3, 4" is both numbers, not the last. Comparing for
+    more than 5 s fails on that row.
 
     >>> math_verify(["Thus $x = \\\\boxed{0.5}$", "2"], answer=["\\\\frac{1}{2}", "3"])
     [1.0, 0.0]
@@ -115,14 +116,14 @@ def math_verify(completions: list[Any], answer: list[Any]) -> list[float | None]
             raise ValueError(f"math-verify reads nothing in the answer {row_answer!r:.80}")
         return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
 
-    scores: list[float | None] = []
+    scores: list[float | Failed] = []
     for completion, row_answer in zip(completions, answer, strict=True):
         try:
             # One limit per row: a model that writes 9^9^9^9 must not cost the whole step its rewards.
             compare = functools.partial(equal, text_of(completion), str(row_answer))
             scores.append(call_within(SECONDS_PER_ANSWER, compare))
         except Overdue:
-            scores.append(None)
+            scores.append(Failed(f"not compared within {SECONDS_PER_ANSWER:g} s"))
     return scores
 
 

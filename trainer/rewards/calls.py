@@ -41,6 +41,13 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
 
 
+@dataclass(frozen=True)
+class Failed:
+    """In place of a row's number: it should have had one, and why it has none. (None: the reward does not apply.)"""
+
+    why: str
+
+
 @dataclass
 class Scores:
     """What one reward says of n completions."""
@@ -100,6 +107,8 @@ def _score_each(
             scores.failures[i] = describe(raised)
             continue
         scores.values[i] = one.values[0]
+        if one.failures:
+            scores.failures[i] = one.failures[0]
         scores.metrics += one.metrics
         scores.notes += one.notes
         for column, values in one.columns.items():
@@ -126,6 +135,7 @@ def _call(
     else:
         returned = call_within(reward.timeout, lambda: reward.function(**keywords))
     scores.values = read_returned(returned, completions, reward.label)
+    scores.failures = {i: value.why for i, value in enumerate(returned) if isinstance(value, Failed)}
     _check_logged(scores, reward.label)
     return scores
 
@@ -164,7 +174,7 @@ def read_returned(returned: Any, completions: Sequence[Completion], label: str) 
 
 
 def _number(value: Any, completion: Completion, label: str) -> float | None:
-    if value is None:
+    if value is None or isinstance(value, Failed):
         return None
     where = f"{label} returned {value!r:.80} for {row_name(completion)}"
     if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:

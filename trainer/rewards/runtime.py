@@ -1,5 +1,6 @@
 """The rewards of a run: resolved and checked before the first rollout, then asked once a step."""
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -90,6 +91,10 @@ class RewardRuntime:
     def copy_into(self, run_dir: Path) -> None:
         """Keep the user's reward files with the run, in RUN_DIR/rewards."""
         copy_files(self._files, self.folder, run_dir)
+
+    def file_hashes(self) -> dict[str, str]:
+        """Name -> SHA-256 of every reward file, as it was imported."""
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files}
 
     def _resolve(self, section: Reward) -> RewardFunction:
         if section.kind == "python":

@@ -19,10 +19,6 @@ FIXED = (
     "watch.level",
     "watch.on_alarm",
     "watch.checksum_every",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "eval.best_metric",
-    "log.report_to",
     "log.histogram_every",
 )
 REWARD_KINDS = ("python", "builtin")
