@@ -12,4 +12,4 @@ if [ "$(cat "$peer/installed" 2>/dev/null)" != "$wanted" ]; then
     echo "$wanted" >"$peer/installed"
 fi
 export PYTHONPATH="$PWD/$peer" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRL_EXPERIMENTAL_SILENCE=1
-exec .venv/bin/python -m pytest -m peer tests/peer "$@"
+exec .venv/bin/python -m pytest -m peer tests/peer/test_trl.py "$@"

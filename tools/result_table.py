@@ -31,7 +31,7 @@ def summary(run: Path) -> dict[str, Any]:
         "minutes": round(seconds / 60, 1),
         "kl_first": metrics[0].get("kl"),
         "kl_last": metrics[-1].get("kl"),
-        "commit": (json.loads((run / "environment.json").read_text())["git"] or {}).get("commit"),
+        "commit": (json.loads((run / "environment.json").read_text()).get("git") or {}).get("commit"),
     }
     for kind in ("sampled", "greedy"):
         before, after = scores(run, kind)

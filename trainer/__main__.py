@@ -8,10 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer.errors import Refused, RunEnd
+from trainer.launcher.handover import accept
+from trainer.launcher.speech import report
 from trainer.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
 
 RANK = int(os.environ.get("RANK") or 0)
 
@@ -24,17 +29,40 @@ def train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = load(arguments.run_file, overrides)
     if not config.run.dir:
         raise Refused('run.dir is not set. Expected the directory that this run writes. Fix: [run] dir = "runs/first".')
-    RunDirectory(config.run.dir).check()
+    if not arguments.resume:
+        if arguments.allow:
+            raise Refused("--allow names what a resumed run may change. Fix: add --resume auto, or leave --allow out.")
+        RunDirectory(config.run.dir).check()
     if arguments.gpus is not None and arguments.gpus < 1:
         raise Refused(f"--gpus {arguments.gpus}: expected the number of ranks, 1 or more.")
-    if arguments.gpus and "RANK" not in os.environ:
-        from trainer.launcher import launch
+    if (arguments.gpus or arguments.hostfile) and "RANK" not in os.environ:
+        return _launch(arguments, config, overrides)
+    _prepare_libraries()
+    from trainer.run import Resume, train_run
 
-        return launch(["train", arguments.run_file, *overrides], arguments.gpus, Path(config.run.dir))
-    quiet_libraries()
-    from trainer.run import train_run
+    wanted = Resume(arguments.resume, arguments.allow)
+    return train_run(config, Path(arguments.run_file).resolve().parent, wanted)
 
-    return train_run(config, Path(arguments.run_file).resolve().parent)
+
+def _launch(arguments: argparse.Namespace, config: "RunConfig", overrides: list[str]) -> int:
+    """The same command, without what starts ranks, on every rank."""
+    from trainer.launcher.job import launch_here, launch_on_hosts
+
+    if arguments.gpus and arguments.hostfile:
+        raise Refused("--gpus and --hostfile: one of them. The hostfile says how many ranks (slots) each host gets.")
+    if not 0 <= arguments.master_port <= 65535:
+        raise Refused(f"--master_port {arguments.master_port}: expected a port, 1 to 65535.")
+    words = ["train", arguments.run_file, *_resume_flags(arguments), *overrides]
+    run_dir = Path(config.run.dir)
+    if arguments.gpus:
+        return launch_here(words, arguments.gpus, run_dir, arguments.master_port)
+    key_names = [reward.key_env for reward in config.reward if reward.key_env]
+    return launch_on_hosts(words, arguments.hostfile, arguments.run_file, run_dir, key_names, arguments.master_port)
+
+
+def _resume_flags(arguments: argparse.Namespace) -> list[str]:
+    flags = ["--resume", arguments.resume] if arguments.resume else []
+    return flags + [word for key in arguments.allow for word in ("--allow", key)]
 
 
 def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -45,10 +73,28 @@ def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = load(arguments.run_file, overrides)
     if config.run.dir:
         RunDirectory(config.run.dir).check()
-    quiet_libraries()
+    _prepare_libraries()
     from trainer.run import preflight_run
 
     return preflight_run(config, Path(arguments.run_file).resolve().parent)
+
+
+def hosts(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Check a hostfile and print its hosts, slots and ranks."""
+    from trainer.launcher.hosts import read_hostfile, table
+
+    sys.stdout.write(table(read_hostfile(arguments.hostfile)) + "\n")
+    return 0
+
+
+def export(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Write a checkpoint or a finished run as an adapter or a model for other tools, loaded again and compared."""
+    _prepare_libraries()
+    from trainer.checkpoint.command import Options, export_checkpoint
+
+    options = Options(arguments.merge, arguments.ollama, arguments.gguf_converter)
+    export_checkpoint(Path(arguments.source), Path(arguments.out), overrides, options)
+    return 0
 
 
 def init(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -69,17 +115,41 @@ def keys(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of ``zero-grpo`` and of ``python -m trainer``; returns the exit code."""
+    return ended(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _command(argv: list[str]) -> int:
+    arguments, rest = _parser().parse_known_args(accept(_without_local_rank(argv)))
+    command: Callable[[argparse.Namespace, list[str]], int] = arguments.command
+    if rest and command in (init, keys, hosts):
+        raise Refused(f"zero-grpo {command.__name__}: it takes no {' '.join(rest)}.")
+    return command(arguments, rest)
+
+
+def ended(work: Callable[[], int]) -> int:
+    """The exit code of ``work()``; what ends it early is said once, and last."""
     try:
-        arguments, rest = _parser().parse_known_args(_without_local_rank(list(sys.argv[1:] if argv is None else argv)))
-        command: Callable[[argparse.Namespace, list[str]], int] = arguments.command
-        if rest and command in (init, keys):
-            raise Refused(f"zero-grpo {command.__name__}: it takes no {' '.join(rest)}.")
-        return command(arguments, rest)
+        code = work()
     except RunEnd as end:
-        _tell(f"{'refused' if end.exit_code == 2 else 'stopped'}: {end}")
+        report(end.exit_code, str(end))
+        _tell(f"{'refused' if end.exit_code in (2, 5) else 'stopped'}: {end}")
         return end.exit_code
     except KeyboardInterrupt:
-        return 130
+        code = 130
+    except Exception as error:
+        report(4, f"{type(error).__name__}: {error}")
+        raise
+    report(code)
+    return code
+
+
+def _prepare_libraries() -> None:
+    """Said before the imports, which take seconds from a disk that has not read them yet."""
+    quiet_libraries()
+    if RANK == 0:
+        from trainer.launcher import say
+
+        say("loading torch and transformers ...")
 
 
 def _tell(message: str) -> None:
@@ -122,6 +192,37 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(
                 "--gpus", type=int, metavar="N", help="ranks on this machine, through the deepspeed launcher"
             )
+            sub.add_argument(
+                "--hostfile", metavar="H", help="ranks on the hosts of a file, NAME slots=N a line, through pdsh"
+            )
+            sub.add_argument(
+                "--master_port",
+                type=int,
+                default=0,
+                metavar="P",
+                help="where rank 0 listens for the others; a free port by default",
+            )
+            sub.add_argument(
+                "--resume", default="", metavar="auto|PATH", help="go on from the newest valid checkpoint, or from PATH"
+            )
+            sub.add_argument(
+                "--allow",
+                action="append",
+                default=[],
+                metavar="KEY",
+                help="a setting that the resumed run may change; once for each",
+            )
+    sub = commands.add_parser("hosts", help=hosts.__doc__, description=hosts.__doc__, allow_abbrev=False)
+    sub.add_argument("hostfile", metavar="HOSTFILE")
+    sub.set_defaults(command=hosts)
+    sub = commands.add_parser("export", help=export.__doc__, description=export.__doc__, allow_abbrev=False)
+    sub.add_argument("source", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step-000010, or RUN_DIR")
+    sub.add_argument("out", metavar="OUT", help="a folder that does not exist yet, or is empty")
+    sub.add_argument("--merge", action="store_true", help="add the adapter into its base model: a whole model")
+    sub.add_argument("--ollama", action="store_true", help="write a Modelfile and say how to convert and create")
+    sub.add_argument("--gguf-converter", default="", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py, to run")
+    sub.epilog = "Any key of the run file can be overridden: --model.name_or_path PATH, where the base model has moved"
+    sub.set_defaults(command=export)
     sub = commands.add_parser("init", help=init.__doc__, description=init.__doc__, allow_abbrev=False)
     sub.add_argument("recipe", metavar="RECIPE", nargs="?", default="first-run")
     sub.set_defaults(command=init)

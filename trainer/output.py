@@ -7,7 +7,6 @@ import socket
 import statistics
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from trainer.launcher import say
 from trainer.models.vocabulary import vocabulary_of
 from trainer.record.console import BeforeAfter, before_after_table, preflight_block, progress_line, sample_block
 from trainer.record.environment import collect
+from trainer.record.first_steps import FirstSteps
 from trainer.record.rollout_rows import row
 from trainer.record.run_dir import RunDirectory, RunState
+from trainer.record.trackers import Trackers
 from trainer.state import State
-
-CUT_STEPS, CUT_SHARE = 10, 0.3
-"""A run is warned once when more than this share of the completions of its first steps was cut off."""
 
 
 class Output:
@@ -39,22 +37,49 @@ class Output:
         """One name a rank."""
         self.run_id = uuid.uuid4().hex[:12]
         self.seconds: list[float] = []
-        self.cut: list[float] = []
-        """Share of cut completions of each of the first steps."""
+        self.first_steps = FirstSteps(state.steps)
         self.evaluations: list[Evaluation] = []
+        self.trackers = Trackers((), self.path, "", {}, 0)
         self.told = 0
         """How many of the state's notes the user has seen."""
 
-    def begin(self) -> None:
-        """Makes the run directory, and shows what was decided. No collective: it may be refused on rank 0 alone."""
+    def progress(self) -> dict[str, Any]:
+        """What a resumed run says on from, JSON-safe."""
+        return {
+            "run_id": self.run_id,
+            "cut": self.first_steps.cut,
+            "flat": self.first_steps.flat,
+            "evaluations": [evaluation.record() for evaluation in self.evaluations],
+        }
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """What ``progress`` returned, also after a trip through JSON."""
+        self.run_id = progress["run_id"]
+        self.first_steps = FirstSteps(self.state.steps, progress["cut"], progress["flat"])
+        self.evaluations = [Evaluation.of(one) for one in progress["evaluations"]]
+
+    def evaluated_step(self) -> int | None:
+        """Step of the last evaluation."""
+        return self.evaluations[-1].step if self.evaluations else None
+
+    def begin(self, *, goes_on: bool) -> None:
+        """Makes the run directory, and shows what was decided. No collective: it may be refused on rank 0 alone.
+
+        ``goes_on``: it holds the records of this run already, those after the state's step included.
+        """
         if not self.world.is_main:
             return
-        self.directory.create()
+        if goes_on:
+            self.directory.cut_after(self.state.step)
+        else:
+            self.directory.create()
         self.directory.write_config(dump(self.config))
         self.directory.write_environment(collect() | {"hosts": self.hosts})
         vocabulary_of(self.state.policy.tokenizer).save(self.path / "rollouts" / "vocabulary.json")
         self.state.rewards.copy_into(self.path)
         self._status("running", None, "")
+        config = self.config.model_dump(mode="json")
+        self.trackers = Trackers(self.config.log.report_to, self.path, self.run_id, config, self.state.step)
         say(preflight_block(self._untold()))
 
     def step(self, metrics: dict[str, float], completions: Sequence[Completion]) -> None:
@@ -71,9 +96,11 @@ class Output:
         if not self.world.is_main:
             return
         self.directory.append_metrics({"step": step, **metrics})
+        self.state.notes += self.trackers.log(metrics, step)
         if log.rollouts_every and step % log.rollouts_every == 0:
             self.directory.write_rollouts(step, rows)
-        self._note_cuts(metrics)
+        limit = self.config.rollout.max_new_tokens
+        self.state.notes += self.first_steps.notes(metrics, max_new_tokens=limit, ends=self._ends())
         for note in self._untold():
             say(note)
         if step % log.every == 0 or step == self.state.steps:
@@ -83,13 +110,20 @@ class Output:
             self._samples(step, rows)
         self._status("running", None, "")
 
+    def evaluating(self) -> None:
+        """Before the first step nothing else has been shown yet, and an evaluation can take minutes."""
+        if self.world.is_main and not self.evaluations:
+            say(f"held-out evaluation of {len(self.state.eval_prompts)} prompts before the first step ...")
+
     def evaluation(self, result: Evaluation) -> None:
         """Keeps a held-out evaluation, with the mean reward of every prompt."""
         self.evaluations.append(result)
         if self.world.is_main:
             folder = self.path / "eval"
             folder.mkdir(exist_ok=True)
-            (folder / f"step-{result.step:06d}.json").write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
+            (folder / f"step-{result.step:06d}.json").write_text(json.dumps(result.record()) + "\n", encoding="utf-8")
+            means = {"eval/reward_sampled": result.sampled.mean, "eval/reward_greedy": result.greedy.mean}
+            self.state.notes += self.trackers.log(means, result.step)
             say(
                 f"held-out, step {result.step}: reward {result.sampled.mean:.3f} ± {result.sampled.stderr:.3f} "
                 "sampled, "
@@ -100,8 +134,10 @@ class Output:
         """The closing words: what was gained, where it lies, how to load it."""
         if not self.world.is_main:
             return
-        if len(self.evaluations) > 1:
-            before, after = self.evaluations[0], self.evaluations[-1]
+        # Allowed changes to the data of a resumed run may have changed the held-out prompts.
+        comparable = [one for one in self.evaluations if len(one.greedy.per_prompt) == len(self.state.eval_prompts)]
+        if len(comparable) > 1:
+            before, after = comparable[0], comparable[-1]
             sampled = f"sampled at T={self.config.rollout.temperature:g}, {self.config.eval.num_generations} a prompt"
             table = [_line(sampled, before.sampled, after.sampled), _line("greedy", before.greedy, after.greedy)]
             say("\n" + before_after_table(table, len(self.state.eval_prompts)))
@@ -109,7 +145,7 @@ class Output:
 
     def end(self, state: RunState, exit_code: int, reason: str) -> None:
         """The last word in run_status.json."""
-        if self.world.is_main and self.directory.path.exists():
+        if self.world.is_main:
             self._status(state, exit_code, reason)
 
     def _samples(self, step: int, rows: list[dict[str, Any]]) -> None:
@@ -119,22 +155,12 @@ class Output:
         self.directory.write_samples(step, text + "\n")
         say(text)
 
-    def _note_cuts(self, metrics: dict[str, float]) -> None:
-        if len(self.cut) == CUT_STEPS:
-            return
-        self.cut.append(metrics["truncated_fraction"])
-        share = sum(self.cut) / len(self.cut)
-        if len(self.cut) == min(CUT_STEPS, self.state.steps) and share > CUT_SHARE:
-            tokenizer, stop_ids = self.state.policy.tokenizer, self.state.decoder.stop_ids
-            ends = [f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)})" for token_id in stop_ids]
-            ends += [repr(text) for text in self.config.rollout.stop]
-            self.state.notes.append(
-                f"{share:.0%} of the completions of the first {len(self.cut)} steps were cut off at "
-                f"rollout.max_new_tokens = {self.config.rollout.max_new_tokens}, and were scored unfinished. What "
-                "ends a completion: "
-                f"{', '.join(ends) or 'nothing'}. Fix: a larger rollout.max_new_tokens; or, where the samples show "
-                "finished answers that run on, name their end in rollout.stop."
-            )
+    def _ends(self) -> str:
+        """What ends a completion, in words."""
+        tokenizer, stop_ids = self.state.policy.tokenizer, self.state.decoder.stop_ids
+        ends = [f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)})" for token_id in stop_ids]
+        ends += [repr(text) for text in self.config.rollout.stop]
+        return ", ".join(ends) or "nothing"
 
     def _status(self, state: RunState, exit_code: int | None, reason: str) -> None:
         self.directory.status(

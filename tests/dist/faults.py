@@ -118,7 +118,7 @@ def run_repeats(folder: Path, world: World) -> Found:
         settings = RUN | {"run.dir": str(folder / name)}
         state = start(folder, world, settings, away=0.05)
         output = Output(state)
-        output.begin()
+        output.begin(goes_on=False)
         for _ in range(5):
             output.step(*step(state))
         trained = weights(state)

@@ -100,7 +100,7 @@ def exported_from_stage_3(folder: Path, world: World) -> Found:
     for lora in (4, 0):
         state = start(folder, world, {"engine.deepspeed": "zero3", "lora.r": lora})
         step(state)
-        target = export(state.policy, state.engine, world, folder / "exported")
+        target = export(state.policy, state.engine, world, folder / "exported", state.config)
         trained = weights(state)
         if world.is_main:
             torch.save(trained, folder / f"{target.name}.pt")

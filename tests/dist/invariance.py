@@ -1,4 +1,5 @@
-"""Worker: runs cells of the invariance matrix in one launch and compares each update with plain torch. Rank 0 writes JSON.
+"""Worker: runs cells of the invariance matrix in one launch and compares each update with plain torch. Rank 0 writes
+JSON.
 
 Usage, under a launcher: invariance.py FOLDER CELLS.json RESULTS.json
 """
@@ -31,7 +32,9 @@ def run_cell(cell: dict[str, Any], folder: Path, world: World, plain: dict[str, 
     checked = check(config, folder, world)
     models = load_models(checked, world)
     move_away(models.policy)
-    key = json.dumps({name: value for name, value in cell.items() if name not in ("stage", "micro", "control")}, sort_keys=True)
+    key = json.dumps(
+        {name: value for name, value in cell.items() if name not in ("stage", "micro", "control")}, sort_keys=True
+    )
     if key not in plain:
         plain[key] = expected(models, folder, config, cell)
     state = start_engine(checked, models, world)
@@ -88,7 +91,11 @@ def expected(models: Models, folder: Path, config: Any, cell: dict[str, Any]) ->
 
 def control(name: str, world: World) -> Any:
     """The mistakes that the matrix must catch."""
-    real_count, real_backward, real_coefficient = trainer.train.global_count, ZeroEngine.backward_sum, trainer.train.set_kl_coefficient
+    real_count, real_backward, real_coefficient = (
+        trainer.train.global_count,
+        ZeroEngine.backward_sum,
+        trainer.train.set_kl_coefficient,
+    )
 
     def rank_means(state: Any, batches: Any) -> float:
         real_count(state, batches)

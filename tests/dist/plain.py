@@ -34,7 +34,7 @@ def plain_update(
     max_new_tokens: int,
     mask_truncated: bool,
 ) -> Update:
-    """Gradient of the whole step's loss with respect to the trainable parameters of ``causal`` (both models in float64)."""
+    """Gradient of the whole step's loss in the trainable parameters of ``causal`` (both models in float64)."""
     scored = [row for row in rows if row["rewards"]["score"] is not None]
     trained = [row for row in scored if not (mask_truncated and row["finish"] == "length")]
 
@@ -63,7 +63,11 @@ def plain_update(
     rewards = {
         id(row): row["rewards"]["score"]
         # What is masked out of the loss has no charge: it was not scored by the models.
-        - (coef * scores[id(row)][1].sum().item() if placement == "reward" and any(row is one for one in trained) else 0.0)
+        - (
+            coef * scores[id(row)][1].sum().item()
+            if placement == "reward" and any(row is one for one in trained)
+            else 0.0
+        )
         for row in scored
     }
     advantages: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""One recorded rollout batch with ragged lengths, a tiny policy that differs from its reference, and a run file for it."""
+"""One recorded rollout batch of ragged lengths, a tiny policy that differs from its reference, and their run file."""
 
 import json
 import random
@@ -43,7 +43,9 @@ def record(folder: Path, equal: int | None) -> None:
                     "completion_ids": [draw.randrange(256) for _ in range(length)],
                     "sampling_logps": [-5.7 + draw.gauss(0, 0.3) for _ in range(length)],
                     # One row that no reward could score.
-                    "rewards": {"score": None if (group, index) == (1, 2) else 0.5 if group == equal else draw.random() * 2},
+                    "rewards": {
+                        "score": None if (group, index) == (1, 2) else 0.5 if group == equal else draw.random() * 2
+                    },
                     "finish": "length" if length == MAX_NEW_TOKENS else "stop",
                 }
                 file.write(json.dumps(row) + "\n")
@@ -55,7 +57,11 @@ def run_config(folder: Path, **cell: Any) -> RunConfig:
         "run": {"steps": 1},
         "model": {"name_or_path": str(folder / "model")},
         "lora": {"r": 4 if cell["lora"] else 0, **({"alpha": 16.0} if cell["lora"] else {})},
-        "rollout": {"replay": str(folder / f"rollouts-{cell['placement']}"), "max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.8},
+        "rollout": {
+            "replay": str(folder / f"rollouts-{cell['placement']}"),
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "temperature": 0.8,
+        },
         "grpo": {
             "loss_type": cell["loss_type"],
             "mask_truncated": cell.get("mask_truncated", False),

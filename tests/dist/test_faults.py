@@ -104,7 +104,7 @@ def test_b30_ranks_sample_different_completions_and_a_run_repeats(found: Cells, 
 def test_i2_one_rank_and_two_ranks_are_the_same_run(found: Cells, folder: Path, world: World) -> None:
     state = start(folder, world, RUN | {"run.dir": str(folder / "alone")}, away=0.05)
     output = Output(state)
-    output.begin()
+    output.begin(goes_on=False)
     for _ in range(5):
         output.step(*step(state))
     for ours, theirs in zip(rollouts(folder / "alone"), rollouts(folder / "first"), strict=True):

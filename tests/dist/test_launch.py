@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import write_run
+from tests.tiny_run import RUN_FILE, write_run
 
 ROOT = Path(__file__).parents[2]
 ZERO_GRPO = (sys.executable, "-m", "trainer", "train", "run.toml")
@@ -28,26 +28,7 @@ TORCHRUN = (
     "run.toml",
 )
 
-RUN = """
-[run]
-dir = "out"
-steps = 2
-[model]
-name_or_path = "model"
-[data]
-source = "train.jsonl"
-chat_template = "off"
-[rollout]
-prompts_per_step = 4
-num_generations = 4
-max_new_tokens = 8
-[[reward]]
-name = "score"
-kind = "python"
-function = "rewards.py:spread"
-[engine]
-device = "cpu"
-"""
+RUN = RUN_FILE + '[engine]\ndevice = "cpu"\n'
 NOISE = ("deepspeed", "[INFO]", "WARNING", "Loading weights", "gemm_4bit", "Warning:", "Traceback", "\x1e")
 FAILS_ON_RANK_1 = """
 import os
@@ -130,7 +111,8 @@ def test_a_mistake_that_two_ranks_find_is_said_once_and_last(folder: Path) -> No
     (folder / "train.jsonl").write_text('{"prompt": null}\n')
     ended = run(folder, *ZERO_GRPO, "--gpus", "2")
     assert (ended.code, ended.err) == (2, "")
-    assert ended.out.count("row 1, prompt: got null") == 1 and ended.out.startswith("\nrefused: ")
+    assert ended.out.count("row 1, prompt: got null") == 1 and ended.out.count("\nrefused: ") == 1
+    assert ended.out.count("checking configuration, rewards and data ...\n") == 1
     assert not (folder / "out").exists()
     assert left(folder) == []
 

@@ -4,12 +4,13 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.bad_input import CASES, RUN, Change
-from tests.tiny_run import write_run
+from tests.bad_input import CASES, Change
+from tests.tiny_run import RUN_FILE, write_run
 from trainer.__main__ import main
 from trainer.world import World
 
@@ -24,7 +25,7 @@ def folder(right: Path, tmp_path: Path, world: World, monkeypatch: pytest.Monkey
     """A run that is right, in a folder of its own; the command runs in it, as a job of this one process."""
     target = tmp_path / "run"
     shutil.copytree(right, target)
-    (target / "run.toml").write_text(RUN)
+    (target / "run.toml").write_text(RUN_FILE)
     monkeypatch.chdir(target)
     monkeypatch.syspath_prepend(target)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(target / "extensions"))
@@ -51,9 +52,11 @@ def test_b93_bad_input_is_refused_in_one_message(
     code = main(["train", "run.toml", *arguments.split()])
     out, err = capfd.readouterr()
     assert code == 2
-    assert out.startswith("\nrefused: ") and out.count("\nrefused: ") == 1
+    phases, refusal, message = out.partition("\nrefused: ")
+    assert all(line.endswith(" ...") for line in phases.splitlines())
+    assert refusal and "\nrefused: " not in message
     for word in words:
-        assert word in out
+        assert word in message
     assert "Traceback" not in out + err
     assert files(folder) == before
     assert time.monotonic() - start < 15
@@ -77,6 +80,31 @@ def test_a_wrong_command_line_is_refused(arguments: str, words: str, capfd: pyte
     assert words in out and err == ""
 
 
+PHASES = ["loading torch and transformers ...", "checking configuration, rewards and data ...", "loading model ..."]
+
+
+def test_preflight_says_what_it_is_doing_as_it_begins(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The decisions follow, indented."""
+    assert main(["preflight", "run.toml"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[:3] == PHASES and all(line.startswith("  ") for line in lines[3:])
+
+
+def test_train_says_what_it_is_doing_as_it_begins(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "run.toml", "--engine.deepspeed", "zero1"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[:4] == [*PHASES, "starting the engine (zero1) ..."] and not lines[4].endswith(" ...")
+
+
+def test_other_ranks_do_not_say_it_again(
+    folder: Path, world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.__main__.RANK", 1)
+    monkeypatch.setattr("trainer.run.connect", lambda *_, **__: replace(world, rank=1))
+    assert main(["preflight", "run.toml"]) == 0
+    assert [line for line in capfd.readouterr().out.splitlines() if line in PHASES] == []
+
+
 def test_keys_and_init_answer(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "grpo.kl"]) == 0
     assert "grpo.kl.coef" in capfd.readouterr().out
@@ -88,3 +116,13 @@ def test_the_local_rank_of_the_deepspeed_launcher_is_passed_over(capfd: pytest.C
     for arguments in (["--local_rank=1", "init"], ["init", "--local-rank", "1"]):
         assert main(arguments) == 0
         assert "[[reward]]" in capfd.readouterr().out
+
+
+def test_b70_a_checkpoint_that_is_not_there_ends_with_5_and_writes_nothing(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = files(folder)
+    assert main(["train", "run.toml", "--resume", "out/checkpoints/step-000010"]) == 5
+    out, err = capfd.readouterr()
+    assert "refused: --resume out/checkpoints/step-000010: out/checkpoints/step-000010: no such folder" in out
+    assert "Traceback" not in out + err and files(folder) == before

@@ -83,9 +83,9 @@ CASES = [
     ),
     (
         "evaluation_has_data",
-        {"eval__best_metric": "reward_mean"},
+        {"eval__best_metric": "sampled"},
         ["eval.best_metric", "eval.every"],
-        {"eval__best_metric": "reward_mean", "eval__every": 10, "data__eval_fraction": 0.1},
+        {"eval__best_metric": "sampled", "eval__every": 10, "data__eval_fraction": 0.1},
     ),
     (
         "columns_differ",
@@ -371,7 +371,7 @@ CASES = [
     ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
     ("not_yet", {"watch__on_alarm": "stop"}, ["watch.on_alarm", 'use "warn"'], {"watch__hang_timeout": 60.0}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
-    ("not_yet", {"checkpoint__every": 50}, ["checkpoint.every = 50", "use 0"], {}),
+    ("not_yet", {"log__histogram_every": 50}, ["log.histogram_every = 50", "use 0"], {}),
     (
         "reward_kinds",
         {"reward": [{"name": "a", "kind": "openai", "model": "m"}]},
@@ -445,10 +445,10 @@ def test_b27_sampling_filters_warn_that_scored_is_not_sampled(change, said):
         ({"optim__lr": 2e-5, "lora__r": 0}, "high for full fine-tuning", {"optim__lr": 5e-6, "lora__r": 0}),
         ({"grpo__kl__coef": 0.5}, "grpo.kl.coef = 0.5 with optim.lr", {"grpo__kl__coef": 0.1}),
         ({"grpo__kl__coef": 0.5}, "grpo.kl.coef = 0.5 with optim.lr", {"grpo__kl__coef": 0.5, "optim__lr": 1e-5}),
-        ({"run__steps": 5}, "the run ends before optim.lr is reached", {"run__steps": 11}),
+        ({"run__steps": 5}, "optim.lr is reached. Lower optim.warmup_steps, or raise run.steps.", {"run__steps": 11}),
         (
             {"grpo__kl__schedule": "warmup_constant", "grpo__kl__warmup_steps": 100},
-            "the run ends before grpo.kl.coef is reached",
+            "grpo.kl.coef is reached. Lower grpo.kl.warmup_steps, or raise run.steps.",
             {"grpo__kl__schedule": "warmup_constant", "grpo__kl__warmup_steps": 99},
         ),
         ({"grpo__mask_truncated": True}, "grpo.mask_truncated", {}),

@@ -1,10 +1,12 @@
 """Every source gives the same rows with their place in the file; what cannot be read is one message."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -150,6 +152,7 @@ def test_a_hub_failure_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     message = refusal("openai/gsm8k", config="main", split="test", key="data.eval_source")
     assert 'data.eval_source = "openai/gsm8k" could not be loaded' in message
@@ -157,6 +160,31 @@ def test_a_hub_failure_is_one_message(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Couldn't reach" in message
     assert 'datasets.load_dataset("openai/gsm8k", "main").save_to_disk("gsm8k")' in message
     assert str(tmp_path) in message
+
+
+@pytest.fixture
+def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub refuses every connection; returns the cache of data sets, empty."""
+    # The real client, on a port that nobody listens at.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "cache"
+
+
+def test_a_hub_name_without_network_is_refused_at_once(no_network: Path):
+    start = time.monotonic()
+    message = refusal("openai/gsm8k", config="main")
+    assert time.monotonic() - start < 5
+    assert "no file or folder of that name, and the hub cannot be reached: [Errno 111] Connection refused" in message
+    assert 'datasets.load_dataset("openai/gsm8k", "main").save_to_disk("gsm8k")' in message
+
+
+def test_a_data_set_in_the_cache_needs_no_network(no_network: Path, monkeypatch: pytest.MonkeyPatch):
+    (no_network / "owner___grade_school").mkdir(parents=True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(ROWS))
+    assert read("owner/GradeSchool").rows == ROWS
 
 
 # reasoning-gym

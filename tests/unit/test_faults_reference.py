@@ -143,7 +143,7 @@ def test_b64_a_tokenizer_with_more_tokens_than_rows_is_refused_before_the_engine
 def test_i4_b62_an_exported_adapter_is_the_policy_for_plain_peft(folder: Path, world: World, tmp_path: Path) -> None:
     state = start(folder, world, {"optim.lr": 5.0})
     step(state)
-    target = export(state.policy, state.engine, world, tmp_path)
+    target = export(state.policy, state.engine, world, tmp_path, state.config)
     ids = torch.arange(20)[None]
     base = AutoModelForCausalLM.from_pretrained(folder / "model")
     untrained = base(input_ids=ids).logits
@@ -159,7 +159,7 @@ def test_i4_b61_an_exported_model_with_tied_embeddings_is_the_policy(
 ) -> None:
     state = start(folder, world, {"lora.r": 0, "optim.lr": 1.0})
     step(state)
-    target = export(state.policy, state.engine, world, tmp_path)
+    target = export(state.policy, state.engine, world, tmp_path, state.config)
     loaded, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     ids = torch.arange(20)[None]

@@ -16,7 +16,8 @@ import trainer.train
 from tests.tiny_run import distance, ragged, replay, start, step, weights, write_run
 from trainer.errors import Refused, Stopped
 from trainer.models.policy import resolve_dtype
-from trainer.output import CUT_STEPS, Output
+from trainer.output import Output
+from trainer.record.first_steps import STEPS
 from trainer.world import World
 
 
@@ -136,14 +137,14 @@ def test_b23_a_run_whose_completions_are_cut_is_told_once(
     }
     state = start(folder, world, settings)
     output = Output(state)
-    output.begin()
+    output.begin(goes_on=False)
     said = []
     for _ in range(12):
         metrics, completions = step(state)
         output.step(metrics, completions)
         said.append(capsys.readouterr().out)
     (told,) = (number for number, text in enumerate(said, 1) if "were cut off" in text)
-    assert told == CUT_STEPS
+    assert told == STEPS
     for part in ("rollout.max_new_tokens = 2", "299 (<|im_end|>)", r"'\n\n'"):
         assert part in said[told - 1]
 
@@ -151,8 +152,8 @@ def test_b23_a_run_whose_completions_are_cut_is_told_once(
 def test_b23_a_run_whose_completions_end_is_not_told(folder: Path, world: World, tmp_path: Path) -> None:
     state = start(folder, world, {"run.dir": str(tmp_path / "run")})
     output = Output(state)
-    output.begin()
-    for state.step in range(1, CUT_STEPS + 1):
+    output.begin(goes_on=False)
+    for state.step in range(1, STEPS + 1):
         output.step(dict.fromkeys(("truncated_fraction", "seconds_rollout"), 0.25), [])
     assert not any("cut off" in note for note in state.notes)
 

@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "trainer"
 
 FLOORS = (
-    ("errors", "batch", "launcher", "quiet"),
-    ("config", "world", "algorithm", "record"),
+    ("errors", "batch", "quiet"),
+    ("config", "world", "algorithm", "record", "interrupts", "launcher"),
     ("rewards", "data", "models", "engine"),
     ("rollout", "checkpoint", "minibatch"),
     ("state", "evaluate", "measure"),

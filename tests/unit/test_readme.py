@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import train_grpo_flags
 from transformers import PreTrainedModel
 
 from tests.prompt_loader import Loader
@@ -54,8 +55,9 @@ def spans(readme: Path) -> list[str]:
 
 def commands(readme: Path) -> Iterator[list[str]]:
     """Every command as words, without variables before it and redirection after it."""
-    lines = [line for block in blocks(readme, "bash") for line in block.splitlines()]
-    lines += [span for span in spans(readme) if re.match(r"(zero-grpo|deepspeed|torchrun|python|pip) |\./", span)]
+    lines = [line for block in blocks(readme, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    programs = r"(\.venv/bin/)?(zero-grpo|deepspeed|torchrun|python|pip|source) |\./"
+    lines += [span for span in spans(readme) if re.match(programs, span)]
     for line in lines:
         command: list[str] = []
         for word in [*shlex.split(line, comments=True), "&&"]:
@@ -70,19 +72,27 @@ def commands(readme: Path) -> Iterator[list[str]]:
 def check_command(words: list[str]) -> str:
     """What is wrong with a command; empty when nothing is."""
     match words:
-        case ["zero-grpo" | ".venv/bin/zero-grpo" | "trainer", *rest]:
+        case ["zero-grpo" | "trainer", *rest]:
             return check_zero_grpo(rest)
-        case ["python", "-m", *rest] | ["deepspeed", "--num_gpus", _, "--module", *rest]:
+        case ["python", "-m", "pytest", *paths]:
+            return "".join(f"no {path}" for path in paths if not (ROOT / path).exists())
+        case ["python", "-m", *rest] | ["deepspeed", "--num_gpus" | "--hostfile", _, "--module", *rest]:
             return check_command(rest)
+        case ["torchrun", "--nnodes", _, "--node_rank", _, *ranks, "-m", "trainer", "train", "run.toml"]:
+            return "" if ranks[::2] == ["--nproc_per_node", "--master_addr", "--master_port"] else f"not {ranks}"
+        case ["sbatch", "launch/slurm.sbatch", *rest]:
+            return check_zero_grpo(["train", *rest])
         case ["torchrun", "--nproc_per_node", _, "-m", *rest]:
             return check_command(rest)
-        case [".venv/bin/python", "-m", "pytest", *paths]:
-            return "".join(f"no {path}" for path in paths if not (ROOT / path).exists())
-        case ["python" | ".venv/bin/python", tool, *_] if tool.startswith("tools/"):
+        case ["torchrun", "--nproc_per_node=4", "--master_port=29500", "launch/train_grpo.py", *flags]:
+            return check_flags(flags)
+        case ["python", "launch/train_grpo.py", *flags]:
+            return check_flags([flag for flag in flags if flag != "--help"])
+        case ["python", tool, *_] if tool.startswith("tools/"):
             return "" if (ROOT / tool).is_file() else f"no {tool}"
         case ["pip", "install", *wanted]:
             return check_pip([word for word in wanted if word != "-e"])
-        case ["git", "clone", *_] | ["cd", "zero-grpo"]:
+        case ["source", ".venv/bin/activate"]:
             return ""
         case [script, *rest] if script.startswith("./"):
             return check_script(ROOT / script, rest)
@@ -98,6 +108,8 @@ def check_zero_grpo(words: list[str]) -> str:
                 recipes.read(arguments.recipe)
             case "keys":
                 describe(arguments.section)
+            case "hosts" | "export":
+                pass
             case _:
                 load(FIRST_RUN if arguments.run_file == "run.toml" else str(ROOT / arguments.run_file), rest)
                 rest = []
@@ -106,11 +118,20 @@ def check_zero_grpo(words: list[str]) -> str:
     return f"it takes no {rest}" if rest else ""
 
 
+def check_flags(words: list[str]) -> str:
+    """By the real tables of train_grpo.py."""
+    wrong: list[str] = []
+    train_grpo_flags.read(words, wrong)
+    return "".join(wrong)
+
+
 def check_script(script: Path, options: list[str]) -> str:
     if not script.is_file() or not script.stat().st_mode & 0o100:
         return f"{script} is no program"
     if script.name == "local.sh":
         return check_zero_grpo(["train", *options])
+    if script.name == "multinode.sh":
+        return check_zero_grpo(["train", *options[1:]])
     source = script.read_text("utf-8")
     return "".join(f"{script.name} does not know {option}" for option in options if f"{option})" not in source)
 
@@ -258,9 +279,9 @@ def test_the_result_loads_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, parameter in policy.causal.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    engine: Any = SimpleNamespace(whole=lambda parameters: nullcontext())
-    world: Any = SimpleNamespace(is_main=True, barrier=lambda: None)
-    export(policy, engine, world, Path(config.run.dir))
+    engine: Any = SimpleNamespace(gathered=nullcontext)
+    world: Any = SimpleNamespace(is_main=True, agree=lambda error: None)
+    export(policy, engine, world, Path(config.run.dir), config)
 
     names: dict[str, Any] = {}
     exec(next(block for block in blocks(README, "python") if "PeftModel" in block), names)
@@ -279,9 +300,11 @@ def test_the_result_loads_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "zero-grpo keys nothing",
         "zero-grpo init first-run --gpus 2",
         "python -m trainer train run.toml --run.steps many",
+        "python launch/train_grpo.py --learning_rat 1",
         "./tools/check.sh --nothing",
         "./launch/nothing.sh",
-        ".venv/bin/python -m pytest tests/unit/test_nothing.py",
+        "python -m pytest tests/unit/test_nothing.py",
+        ".venv/bin/zero-grpo train run.toml",
         "python tools/nothing.py",
         "pip install -e .[nothing]",
         "make",

@@ -306,6 +306,23 @@ def test_environment_records_versions_and_no_secret(monkeypatch: pytest.MonkeyPa
     assert environment["host"] and environment["cpu"]["cores"] >= 1
 
 
-def test_git_state_outside_a_checkout_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_checkout_the_installation_says_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"url": "https://host/zero-grpo.git", "vcs_info": {"vcs": "git", "commit_id": "6b7ce31"}}
+    info = tmp_path / "zero_grpo-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: zero-grpo\nVersion: 9.9\n")
+    (info / "direct_url.json").write_text(json.dumps(record))
     monkeypatch.chdir(tmp_path)
-    assert collect()["git"] is None
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = collect()
+    assert "git" not in environment and "not a git repository" in environment["git_absent"]
+    assert environment["packages"]["zero-grpo"] == "9.9" and environment["installed_from"] == record
+
+    (info / "direct_url.json").unlink()  # as from a package index
+    assert "installed_from" not in collect()
+
+
+def test_without_git_the_reason_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    environment = collect()
+    assert "git" not in environment and "No such file" in environment["git_absent"]

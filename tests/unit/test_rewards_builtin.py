@@ -104,6 +104,7 @@ def test_math_verify_compares_as_mathematics() -> None:
 
 
 def test_math_verify_leaves_unscored_what_it_cannot_compare_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unscored in the sum too: with the length's part alone, the row would stand on another scale than its group."""
     import math_verify
 
     def verify(gold: Any, target: Any, **options: Any) -> bool:
@@ -113,7 +114,25 @@ def test_math_verify_leaves_unscored_what_it_cannot_compare_in_time(monkeypatch:
 
     monkeypatch.setattr(math_verify, "verify", verify)
     monkeypatch.setattr(builtin, "SECONDS_PER_ANSWER", 0.1)
-    assert builtin.math_verify(["7", "13", "7"], answer=["7"] * 3) == [1.0, None, 1.0]
+    length = Reward(name="length", kind="builtin", function="length", limit=100)
+    math = Reward(name="math", kind="builtin", function="math_verify")
+    rows = [row(text, answer="7") for text in ("7", "13", "7")]
+    result = RewardRuntime([math, length], Path(".")).score(rows, 0)
+    assert [one.reward for one in rows] == [2.0, None, 2.0]
+    assert result.metrics["rewards/math/failed_fraction"] == (1.0, 3)
+    assert result.messages == [
+        "reward 'math' (math_verify), step 1, unscored: not compared within 0.1 s: row 1 generation 1"
+    ]
+
+    rows.append(row("7", index=1, answer="$ $"))  # raises, so that all are asked one by one
+    result = RewardRuntime([math.model_copy(update={"retries": 0}), length], Path(".")).score(rows, 0)
+    assert [one.reward for one in rows] == [2.0, None, 2.0, None]
+    assert "not compared within 0.1 s: row 1" in result.messages[0] and "reads nothing" in result.messages[1]
+    rows.pop()
+
+    lenient = math.model_copy(update={"fallback": 0.0})
+    RewardRuntime([lenient, length], Path(".")).score(rows, 0)
+    assert [one.reward for one in rows] == [2.0, 1.0, 2.0]
 
 
 def test_reasoning_gym_scores_as_the_task_does() -> None:

@@ -17,23 +17,14 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests.tiny import LLAMA3, TINY
 from trainer.errors import Refused
 from trainer.models.rope import RopeRequest, apply, theta, window
 from trainer.models.rope_built import check_built, inspect_built
 from trainer.models.rope_fields import check_config_json
 
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 # head_dim 8 and theta 1e6: 1, 1e6^-0.25, 1e6^-0.5, 1e6^-0.75
 PLAIN = [1.0, 0.0316227766, 0.001, 0.0000316227766]
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def config_json(folder: Path, style: str, rope: dict[str, Any] | None = None) -> Path:

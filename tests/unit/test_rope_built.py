@@ -18,20 +18,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from tests.tiny import LLAMA3, TINY
 from trainer.errors import Refused
 from trainer.models.rope import RopeRequest, apply
 from trainer.models.rope_built import check_built, expected_inv_freq, inspect_built, same_rope
-
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def qwen2(rope: dict[str, Any] | None = None, **changes: Any) -> Qwen2ForCausalLM:

@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
+from tests.tiny import LLAMA3, TINY
 from trainer.config.sections import Rope
 from trainer.errors import Refused
 from trainer.models.rope import RopeRequest, apply, requested
 from trainer.models.rope_fields import check_config_json
-
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def test_nothing_asked_is_none() -> None:

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from tests.tiny import tiny_tokenizer
+from tests.tiny import TINY, tiny_tokenizer
 from trainer.errors import Refused, Stopped
 from trainer.models.rope import RopeRequest, apply
 from trainer.rollout.hooks import HookContext, load_hooks, run_hooks
@@ -21,17 +21,7 @@ YARN, LINEAR, DYNAMIC = ({"rope_type": kind, "factor": 2.0} for kind in ("yarn",
 
 def qwen2(rope: dict[str, Any] | None = None) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        rope_parameters={"rope_theta": 1e6} | (rope or {}),
-    )
-    return Qwen2ForCausalLM(config).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**TINY, rope_parameters={"rope_theta": 1e6} | (rope or {}))).eval()
 
 
 def gpt2(positions: int) -> GPT2LMHeadModel:

@@ -1,49 +1,54 @@
-"""What a run leaves behind: an adapter in PEFT's own form, or a model in transformers' own form."""
+"""What a run leaves behind: its weights in a checkpoint, and the verified adapter or model at its end."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from trainer.checkpoint import weights
+from trainer.checkpoint.card import read_records
+from trainer.checkpoint.deliver import deliver
+from trainer.config import RunConfig
 from trainer.engine import ZeroEngine
-from trainer.errors import Stopped
-from trainer.models.policy import Policy, adapter_weights
+from trainer.errors import RunEnd, Stopped
+from trainer.models.policy import Policy
 from trainer.world import World
 
 
-def export(policy: Policy, engine: ZeroEngine, world: World, run_dir: Path) -> Path:
-    """Writes ``adapter/`` or ``model/`` on rank 0 and returns its path on every rank. A collective under ZeRO-3.
-
-    The tokenizer and the checkpoint's own generation config go along: they hold the template and the stop ids.
-    """
-    target = run_dir / ("model" if policy.peft is None else "adapter")
-    parameters = (
-        list(policy.causal.parameters())
-        if policy.peft is None
-        else [p for p in policy.causal.parameters() if p.requires_grad]
-    )
-    with engine.whole(parameters), torch.no_grad():
-        if world.is_main:
-            _write(policy, target)
-    world.barrier()
+def write_weights(policy: Policy, engine: ZeroEngine, world: World, folder: Path) -> Path:
+    """Writes ``folder/adapter`` or ``folder/model`` on rank 0, weights and configuration alone, and returns its path on
+    every rank. A collective. Raises Stopped on every rank where a weight is empty or the disk refuses."""
+    target = folder / weights.kind(policy)
+    with engine.whole(weights.written_parameters(policy)), torch.no_grad():
+        error = _on_main(world, lambda: weights.save(policy, target), target)
+    world.agree(error)
     return target
 
 
-def _write(policy: Policy, target: Path) -> None:
-    if policy.peft is None:
-        weights: dict[str, Tensor] = policy.causal.state_dict()
-        _refuse_empty(weights)
-        policy.causal.save_pretrained(target, state_dict=weights)
-    else:
-        weights = adapter_weights(policy.peft)
-        _refuse_empty(weights)
-        policy.peft.save_pretrained(str(target), selected_adapters=["default"])
-    policy.tokenizer.save_pretrained(target)
-    policy.generation_config.save_pretrained(target)
+def export(policy: Policy, engine: ZeroEngine, world: World, run_dir: Path, config: RunConfig) -> Path:
+    """Writes ``adapter/`` or ``model/`` on rank 0, loads it again and compares; returns its path on every rank.
+
+    A collective. Raises Stopped on every rank where what was written is not the policy, or cannot be written.
+    """
+    target = run_dir / weights.kind(policy)
+
+    def write() -> None:
+        deliver(policy, target, config, read_records(run_dir))
+
+    with engine.gathered():
+        error = _on_main(world, write, target)
+    world.agree(error)
+    return target
 
 
-def _refuse_empty(weights: dict[str, Tensor]) -> None:
-    """A partitioned parameter that was not gathered looks like a tensor of no elements."""
-    empty = [name for name, tensor in weights.items() if tensor.numel() == 0]
-    if empty:
-        raise Stopped(f"export: {len(empty)} weights are empty (first: {empty[0]}); nothing was written")
+def _on_main(world: World, work: Callable[[], None], target: Path) -> RunEnd | None:
+    """``work()`` on rank 0. What ended it, to be agreed on by all ranks: they wait for each other when parameters are
+    partitioned again."""
+    try:
+        if world.is_main:
+            work()
+    except RunEnd as end:
+        return end
+    except OSError as error:
+        return Stopped(f"{target}: cannot be written: {error}.")
+    return None

@@ -245,9 +245,12 @@ def _continued(causal: PreTrainedModel, lora: Lora) -> PeftModel:
     if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise Refused(f"lora.start_adapter = {folder}: no adapter_model.safetensors there. Fix: copy the whole folder.")
     try:
+        files = set(load_peft_weights(str(folder), device="cpu"))
+        _refuse_beyond_layers(folder, files)
         peft = PeftModel.from_pretrained(causal, str(folder), is_trainable=True, autocast_adapter_dtype=False)
         peft.load_adapter(str(folder), REFERENCE_ADAPTER, is_trainable=False, autocast_adapter_dtype=False)
-        files = set(load_peft_weights(str(folder), device="cpu"))
+    except Refused:
+        raise
     except Exception as error:  # peft, safetensors and torch raise kinds of their own for a broken or foreign file
         raise Refused(
             f"lora.start_adapter = {folder}: PEFT cannot load it onto this model: {' '.join(str(error).split())[:400]} "
@@ -261,3 +264,16 @@ def _continued(causal: PreTrainedModel, lora: Lora) -> PeftModel:
             "Fix: train on that base."
         )
     return peft
+
+
+def _refuse_beyond_layers(folder: Path, names: set[str]) -> None:
+    """``names``: of the adapter's weights. Refused where they hold more than low-rank updates of inner layers."""
+    embeddings = ("embed_tokens", "lm_head")
+    beyond = sorted(name for name in names if ".lora_" not in name or any(part in name for part in embeddings))
+    if beyond:
+        raise Refused(
+            f"lora.start_adapter = {folder}: it holds {', '.join(beyond[:3])}, which are no low-rank updates of inner "
+            "linear layers (modules_to_save, biases, or adapters on the embeddings). Switching the adapter off would "
+            "not give the reference back, and tied embeddings would come apart in the export. Fix: merge it into its "
+            "base and start from that model, or take an adapter of linear layers alone."
+        )

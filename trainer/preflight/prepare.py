@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from trainer import interrupts
+from trainer.checkpoint import random_states
+from trainer.checkpoint.manifest import Facts
 from trainer.config import RunConfig, warnings
 from trainer.config.deepspeed_json import resolve
 from trainer.data.prompts import PromptSets, load_prompts
 from trainer.data.stops import StopIds, declared_eos, stop_ids
 from trainer.engine import ZeroEngine
 from trainer.errors import Refused
+from trainer.launcher import say
 from trainer.models.policy import (
     Policy,
     load_config,
@@ -25,13 +29,15 @@ from trainer.models.policy import (
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
+from trainer.preflight.facts import facts_of
 from trainer.preflight.offload import check_offload
 from trainer.preflight.replay import check_replay
 from trainer.record.memory import PeakMemory
+from trainer.record.trackers import check_trackers
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hf import Decoder
 from trainer.rollout.hooks import Hook, HookContext, load_hooks, run_hooks
-from trainer.rollout.rope_guard import rope_guard
+from trainer.rollout.rope_guard import Lengths, check_window, rope_guard
 from trainer.state import State
 from trainer.world import World
 
@@ -55,12 +61,22 @@ class Checked:
     steps: int
     notes: list[str]
 
+    @property
+    def lengths(self) -> Lengths:
+        """Of the longest prompt, held-out ones included."""
+        return Lengths(
+            max(len(prompt.ids) for prompt in self.prompts.train + self.prompts.eval),
+            self.config.rollout.max_new_tokens,
+        )
+
 
 def check(config: RunConfig, folder: Path, world: World) -> Checked:
     """Everything that can be refused before the weights are read. ``folder``: where the run file lies."""
+    _tell(world, "checking configuration, rewards and data")
     notes = list(warnings(config))
     dtype, why = resolve_dtype(config.model.dtype, world.device)
     notes.append(f"device {world.device.type}, {world.size} rank(s), {str(dtype).removeprefix('torch.')} ({why})")
+    check_trackers(config.log.report_to)
     rewards = RewardRuntime(config.reward, folder)
     hooks = load_hooks(config.hooks.before_rollout)
     model_config, model_notes = load_config(config.model)
@@ -90,9 +106,11 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
         f"{steps} steps of {rollout.prompts_per_step} prompts x {rollout.num_generations} completions = "
         f"{config.completions_per_step} completions, {config.grpo.updates_per_rollout} update(s) each"
     )
-    return Checked(
+    checked = Checked(
         config, deepspeed, tokenizer, model_config, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes
     )
+    check_window(model_config, checked.lengths, "policy")
+    return checked
 
 
 @dataclass(frozen=True)
@@ -103,11 +121,13 @@ class Models:
     scorer: TokenScorer
     reference: Reference | None
     stops: StopIds
+    facts: Facts
 
 
 def load_models(checked: Checked, world: World) -> Models:
     """Loads the weights, makes the reference, and runs the hooks for the longest prompt of all."""
     config, tokenizer = checked.config, checked.tokenizer
+    _tell(world, f"loading {config.model.name_or_path}")
     torch.manual_seed(config.run.seed)  # new LoRA weights: the same on every rank
     policy = load_policy(config.model, checked.model_config, config.lora, tokenizer, checked.dtype)
     check_embedding_rows(policy.causal, tokenizer)
@@ -134,17 +154,19 @@ def load_models(checked: Checked, world: World) -> Models:
         policy=policy.causal,
         reference=reference.copy.causal if reference and reference.copy else None,
         tokenizer=tokenizer,
-        longest_prompt=max(len(prompt.ids) for prompt in checked.prompts.train + checked.prompts.eval),
-        max_new_tokens=config.rollout.max_new_tokens,
+        longest_prompt=checked.lengths.prompt,
+        max_new_tokens=checked.lengths.new,
         world_rank=world.rank,
     )
     checked.notes.extend(run_hooks(checked.hooks, context))
-    return Models(policy, scorer, reference, stops)
+    facts = facts_of(config, checked.deepspeed, checked.prompts.train, checked.rewards, policy, world.size)
+    return Models(policy, scorer, reference, stops, facts)
 
 
 def start_engine(checked: Checked, models: Models, world: World) -> State:
     """Hands the policy to ZeRO and puts the run's parts together."""
     config, causal = checked.config, models.policy.causal
+    _tell(world, f"starting the engine ({config.engine.deepspeed})")
     checkpointing = config.engine.gradient_checkpointing
     if checkpointing == "on" or (checkpointing == "auto" and world.device.type == "cuda"):
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -152,13 +174,14 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     # Train mode is what gradient checkpointing is tied to; there is no dropout left that it could switch on.
     engine.module.train()
     budget = config.engine.token_budget
+    random_states.seed(config.run.seed + world.rank)
     return State(
         config=config,
         world=world,
         policy=models.policy,
         engine=engine,
         reference=models.reference,
-        decoder=Decoder(causal, checked.tokenizer, config.rollout, models.stops.ids, config.run.seed),
+        decoder=Decoder(causal, checked.tokenizer, config.rollout, models.stops.ids, config.run.seed, interrupts.check),
         rewards=checked.rewards,
         hooks=checked.hooks,
         prompts=checked.prompts.train,
@@ -166,8 +189,15 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
         steps=checked.steps,
         token_budget=AUTO_TOKENS[world.device.type] if budget == "auto" else budget,
         memory=PeakMemory(world.device),
+        facts=models.facts,
         notes=checked.notes,
     )
+
+
+def _tell(world: World, phase: str) -> None:
+    """A line as a phase begins: each may take minutes with a large model."""
+    if world.is_main:
+        say(f"{phase} ...")
 
 
 def _steps(config: RunConfig, prompts: int) -> int:

@@ -1,0 +1,167 @@
+"""``zero-grpo export``: a checkpoint, or a finished run, as an adapter or a model that other tools load."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from trainer.checkpoint import manifest
+from trainer.checkpoint.card import load_line, read_records
+from trainer.checkpoint.deliver import deliver
+from trainer.checkpoint.gguf import convert
+from trainer.checkpoint.ollama import write_modelfile
+from trainer.checkpoint.store import STEP, Store
+from trainer.checkpoint.weights import kind
+from trainer.config import RunConfig, load
+from trainer.errors import NoCheckpoint, Refused
+from trainer.launcher import say
+from trainer.models.fingerprint import fingerprint
+from trainer.models.merge import merge
+from trainer.models.policy import REFERENCE_ADAPTER, Policy, load_config, load_policy, load_tokenizer
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+"""safetensors' names of the dtypes that a run computes in."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported."""
+
+    weights: Path
+    """An adapter/ or a model/."""
+    run_dir: Path
+    config_file: Path
+    step: int | None
+    """None: the end of the run."""
+    base: str | None
+    """Fingerprint of the base weights that the run began from, where it is known."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of the command."""
+
+    merge: bool = False
+    ollama: bool = False
+    gguf_converter: str = ""
+
+
+def export_checkpoint(asked: Path, out: Path, overrides: Sequence[str] = (), options: Options = Options()) -> None:
+    """Exports what ``asked`` means into ``out``, verified, and says so. One process.
+
+    Raises Refused for a command that cannot work, NoCheckpoint for a damaged checkpoint, Stopped where what was written
+    is not what was trained.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Refused(f"export: {out} exists and is not an empty folder; nothing is overwritten. Fix: another OUT.")
+    source = find(asked)
+    config = load(str(source.config_file), overrides)
+    _check_options(source, options)
+    say(f"exporting {source.weights} ...")
+    policy = _load(source, config)
+    if options.merge:
+        policy, gap = merge(policy)
+        say(f"merged in fp32: logits within {gap:.2g} of the largest; written as {_name(policy.dtype)}")
+    verified = deliver(policy, out, config, read_records(source.run_dir, source.step), merged=options.merge)
+    say(
+        f"loaded again and compared: {verified.tensors} tensors equal bit for bit, logits within {verified.gap:.2g} of "
+        f"the largest (allowed: {verified.allowed:g})"
+    )
+    say(f"load it: {load_line(str(out), config.model, kind(policy))}")
+    if options.ollama or options.gguf_converter:
+        _for_ollama(policy, out, config, options.gguf_converter)
+
+
+def _check_options(source: Source, options: Options) -> None:
+    whole = source.weights.name == "model"
+    if options.merge and whole:
+        raise Refused(
+            f"export --merge: {source.weights} is a whole model, with no adapter to merge. Leave --merge out."
+        )
+    if not options.gguf_converter:
+        return
+    if not Path(options.gguf_converter).is_file():
+        raise Refused(
+            f"--gguf-converter {options.gguf_converter}: no such file. Expected llama.cpp's convert_hf_to_gguf.py."
+        )
+    if not (whole or options.merge):
+        raise Refused("--gguf-converter makes one file of a whole model, and this is an adapter. Fix: add --merge.")
+
+
+def _for_ollama(policy: Policy, out: Path, config: RunConfig, converter: str) -> None:
+    commands = write_modelfile(policy, out, config)
+    say(f"for Ollama: {out / 'Modelfile'}")
+    if converter:
+        gap = convert(policy, out, Path(converter))
+        say(f"converted, read by transformers and compared: logits within {gap:.2g} of the largest")
+        commands = commands[1:]
+    say("next:" if converter else "next, with llama.cpp's scripts:")
+    for command in commands:
+        say(f"  {command}")
+
+
+def find(asked: Path) -> Source:
+    """A checkpoint is taken as it is; of a run directory, what it ended with, or its newest valid checkpoint."""
+    if (asked / manifest.NAME).is_file() or STEP.fullmatch(asked.name):
+        return _checkpoint(asked)
+    if not (asked / "config.toml").is_file():
+        beside = f" Did you mean {asked.parent}?" if (asked.parent / "config.toml").is_file() else ""
+        raise NoCheckpoint(
+            f"export: {asked} is neither a checkpoint (no {manifest.NAME}) nor a run directory (no config.toml)."
+            f"{beside}"
+        )
+    for name in ("adapter", "model"):
+        if (asked / name).is_dir() and _is_done(asked):
+            return Source(asked / name, asked, asked / "config.toml", None, None)
+    found = Store(asked).newest()
+    if found is None:
+        raise NoCheckpoint(f"export: {asked} has no finished adapter or model, and no checkpoint.")
+    for reason in found.skipped:
+        say(f"passed over: {reason}")
+    return _checkpoint(found.path)
+
+
+def _checkpoint(folder: Path) -> Source:
+    content = manifest.verify(folder)
+    weights = folder / ("adapter" if (folder / "adapter").is_dir() else "model")
+    base = content.facts.sources["model.name_or_path"]
+    return Source(weights, folder.resolve().parent.parent, folder / "config.toml", content.step, base)
+
+
+def _is_done(run_dir: Path) -> bool:
+    status = run_dir / "run_status.json"
+    return status.is_file() and json.loads(status.read_text(encoding="utf-8"))["state"] == "done"
+
+
+def _load(source: Source, config: RunConfig) -> Policy:
+    """The policy as it was trained, in the dtype that it was trained in."""
+    tokenizer = load_tokenizer(config.model)
+    dtype = _dtype(source.weights)
+    if source.weights.name == "model":
+        here = {"name_or_path": str(source.weights), "revision": "", "gguf_file": ""}
+        model = config.model.model_copy(update=here)
+        return load_policy(model, load_config(model)[0], config.lora.model_copy(update={"r": 0}), tokenizer, dtype)
+    lora = config.lora.model_copy(update={"start_adapter": str(source.weights)})
+    policy = load_policy(config.model, load_config(config.model)[0], lora, tokenizer, dtype)
+    assert policy.peft is not None
+    policy.peft.delete_adapter(REFERENCE_ADAPTER)
+    if source.base and not config.lora.start_adapter and fingerprint(policy.causal) != source.base:
+        raise Refused(
+            f"model.name_or_path = {config.model.name_or_path}: its weights are not those that the run began from, so "
+            "that the adapter does not belong to them. Fix: bring the base model back as it was, or name it: "
+            "--model.name_or_path PATH."
+        )
+    return policy
+
+
+def _dtype(weights: Path) -> torch.dtype:
+    with safe_open(min(weights.glob("*.safetensors")), "pt") as file:
+        name = file.get_slice(next(iter(file.keys()))).get_dtype()
+    return DTYPES[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
