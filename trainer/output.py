@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.batch import Completion
-from trainer.config import Model, dump
+from trainer.checkpoint.card import load_line
+from trainer.config import dump
 from trainer.evaluate import Evaluation, Score, rise
 from trainer.launcher import say
 from trainer.models.vocabulary import vocabulary_of
@@ -141,7 +142,7 @@ class Output:
             sampled = f"sampled at T={self.config.rollout.temperature:g}, {self.config.eval.num_generations} a prompt"
             table = [_line(sampled, before.sampled, after.sampled), _line("greedy", before.greedy, after.greedy)]
             say("\n" + before_after_table(table, len(self.state.eval_prompts)))
-        say(f"\n{target.name}: {target}\n{_how_to_load(target, self.config.model)}")
+        say(f"\n{target.name}: {target}\nload it: {load_line(str(target), self.config.model, target.name)}")
 
     def end(self, state: RunState, exit_code: int, reason: str) -> None:
         """The last word in run_status.json."""
@@ -183,13 +184,3 @@ class Output:
 def _line(name: str, before: Score, after: Score) -> BeforeAfter:
     _, error = rise(before, after)
     return BeforeAfter(name, before.mean, before.stderr, after.mean, after.stderr, error)
-
-
-def _how_to_load(target: Path, model: Model) -> str:
-    if target.name == "model":
-        return f'load it: AutoModelForCausalLM.from_pretrained("{target}")'
-    gguf = (
-        f', gguf_file="{model.gguf_file}", quantization_config=GgufConfig(dequantize=True)' if model.gguf_file else ""
-    )
-    base = f'AutoModelForCausalLM.from_pretrained("{model.name_or_path}"{gguf})'
-    return f'load it: PeftModel.from_pretrained({base}, "{target}")'

@@ -55,6 +55,7 @@ def test_i4_what_two_ranks_export_is_the_policy(found: Cells, folder: Path, stag
     expected = torch.load(written.parent / "expected.pt")
     stored = load_file(written / f"{'adapter_model' if kind != 'full' else 'model'}.safetensors")
     assert all(tensor.numel() for tensor in stored.values())
+    assert not [path for path in written.iterdir() if path.is_dir()], "the frozen start adapter is no part of it"
     untrained = AutoModelForCausalLM.from_pretrained(folder / base)
     assert gap(untrained, expected["logits"]) > 1e-3, "an export without effect proves nothing"
     if kind == "full":

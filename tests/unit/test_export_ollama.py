@@ -81,7 +81,7 @@ def test_the_go_template_renders_what_the_chat_template_renders() -> None:
 
 
 def test_b19_the_modelfile_stops_and_samples_as_the_run_did(folder: Path, tmp_path: Path) -> None:
-    settings = {"rollout.temperature": 0.7, "rollout.top_p": 0.9, "rollout.stop": ("User:", 'a "b"\n')}
+    settings = {"rollout.temperature": 0.7, "rollout.top_p": 0.9, "rollout.stop": ("User:", 'a "b" c', "\n\n")}
     text = modelfile(folder, tmp_path, settings)
     lines = text.splitlines()
     assert lines[0] == "FROM ./model.gguf" and f'TEMPLATE """{CHATML}"""' in text and "SYSTEM" not in text
@@ -94,7 +94,7 @@ def test_b19_the_modelfile_stops_and_samples_as_the_run_did(folder: Path, tmp_pa
         'stop "User:"',
     ):
         assert f"PARAMETER {expected}" in lines
-    assert 'PARAMETER stop """a "b"\n"""' in text
+    assert 'PARAMETER stop """a "b" c"""\n' in text and 'PARAMETER stop """\n\n"""\n' in text
 
 
 @pytest.mark.parametrize(

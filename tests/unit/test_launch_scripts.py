@@ -10,8 +10,8 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 
 # Two tasks, one after the other; the code of the last, as srun gives that of the highest.
 SRUN = """
-echo "srun $1" >>calls
-shift
+echo "srun $1 $2 $3" >>calls
+shift 3
 for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@"; done
 """
 SCONTROL = """
@@ -23,23 +23,31 @@ printf '%s|' "$variables" "$@" >>calls
 echo >>calls
 exit $CODE
 """
+SQUEUE = """
+[ "$*" = "--noheader --jobs 123456 --format %T" ] && echo $STATE
+"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, body in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
+    for name, body in {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "python": PYTHON}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}")
         (tmp_path / name).chmod(0o755)
     return tmp_path
 
 
-def run(folder: Path, script: str, *arguments: str, code: int = 0) -> tuple[int, list[str]]:
-    """The script's exit code, and the calls that it made."""
-    slurm = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_NTASKS": "2"}
+def run(folder: Path, script: str, *arguments: str, code: int = 0, state: str = "RUNNING") -> tuple[int, list[str]]:
+    """The script's exit code, and the calls that it made. ``state``: of the job, when its ranks have ended."""
+    slurm = {
+        "SLURM_JOB_ID": "123456",
+        "SLURM_JOB_NODELIST": "node-[7-8]",
+        "SLURM_NTASKS": "2",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
     ended = subprocess.run(
         ["bash", str(LAUNCH / script), *arguments],
         cwd=folder,
-        env={"PATH": f"{folder}:{os.environ['PATH']}", "CODE": str(code), "SLURM_CPUS_PER_TASK": "8"} | slurm,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "CODE": str(code), "STATE": state} | slurm,
         capture_output=True,
         text=True,
     )
@@ -52,13 +60,31 @@ def test_slurm_starts_every_rank_and_resumes(folder: Path) -> None:
     code, calls = run(folder, "slurm.sbatch", "run.toml", "--run.dir", "a b$(touch x)")
     assert code == 0
     arguments = "-m|trainer|train|run.toml|--run.dir|a b$(touch x)|--resume|auto|"
-    assert calls == ["srun --wait=60", *(f"{r} {r} 2 node-7 23456 8|{arguments}" for r in range(2))]
+    srun = "srun --wait=60 --kill-on-bad-exit=0 --cpus-per-task=8"
+    assert calls == [srun, *(f"{r} {r} 2 node-7 23456 8|{arguments}" for r in range(2))]
 
 
-@pytest.mark.parametrize(("code", "queued"), [(75, True), (2, False), (4, False), (130, False)])
+@pytest.mark.parametrize(("code", "queued"), [(75, True), (143, True), (2, False), (4, False), (130, False)])
 def test_slurm_queues_again_after_a_preemption_alone(code: int, queued: bool, folder: Path) -> None:
+    """143: a rank had the SIGTERM before it could listen."""
     ended, calls = run(folder, "slurm.sbatch", "run.toml", code=code)
     assert ended == code and ("scontrol requeue 123456" in calls) == queued
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", ""])
+def test_slurm_lets_a_cancelled_job_end(state: str, folder: Path) -> None:
+    """The ranks end with 75 then, too."""
+    ended, calls = run(folder, "slurm.sbatch", "run.toml", code=75, state=state)
+    assert ended == 75 and not any("requeue" in call for call in calls)
+
+
+@pytest.mark.parametrize("words", [("--resume", "runs/a"), ("--resume=auto",)])
+def test_slurm_resumes_by_itself_alone(words: tuple[str, ...], folder: Path) -> None:
+    """A path that is named once would be lost when the job starts again."""
+    script = ["bash", str(LAUNCH / "slurm.sbatch"), "run.toml", *words]
+    ended = subprocess.run(script, cwd=folder, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("refused: --resume: this script sets it to auto")
+    assert not (folder / "calls").exists()
 
 
 def test_slurm_asks_for_the_signal_that_saves() -> None:

@@ -108,8 +108,11 @@ def check_zero_grpo(words: list[str]) -> str:
                 recipes.read(arguments.recipe)
             case "keys":
                 describe(arguments.section)
-            case "hosts" | "export":
+            case "hosts":
                 pass
+            case "export":
+                load(FIRST_RUN, rest)
+                rest = []
             case _:
                 load(FIRST_RUN if arguments.run_file == "run.toml" else str(ROOT / arguments.run_file), rest)
                 rest = []

@@ -20,9 +20,16 @@ from trainer.models.vocabulary import embedding_rows
 
 LENGTHS = (3, 17, 48)
 """Tokens of the sequences whose logits are compared."""
-SAME_DEVICE, OTHER_DEVICE, BF16 = 1e-5, 1e-3, 3e-2
-"""Largest difference of two logits, relative to the largest logit: of fp32 on one device; of fp32 on two, whose kernels
-add in another order; of bf16, since PEFT loads an adapter in fp32 and so rounds at other places than the policy."""
+SAME_DEVICE = 1e-5
+"""Largest difference of two logits, relative to the largest logit, in fp32 on one device."""
+ALLOWED = {
+    (torch.float32, True): SAME_DEVICE,
+    (torch.float32, False): 1e-3,
+    (torch.bfloat16, True): 3e-2,
+    (torch.bfloat16, False): 2e-1,
+}
+"""By dtype, and whether both models are on one device: other kernels add in another order, and 30 layers that round to
+8 bits make a few hundredths of it. What such a comparison cannot see, the comparison of every bit does."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,7 @@ def verify(policy: Policy, folder: Path, model: Model) -> Verified:
     ours, theirs = rope_settings(policy.causal.config), rope_settings(found.config)
     if ours != theirs:
         raise Stopped(_failed(folder, f"RoPE settings are {theirs}, the policy's {ours}"))
-    same = device == next(policy.causal.parameters()).device
-    allowed = BF16 if policy.dtype == torch.bfloat16 else SAME_DEVICE if same else OTHER_DEVICE
+    allowed = ALLOWED[policy.dtype, device == next(policy.causal.parameters()).device]
     gap = relative_gap(logits(found, sequences), expected)
     if not gap <= allowed:  # NaN is no agreement
         raise Stopped(_failed(folder, f"logits differ by {gap:.3g} of the largest, allowed are {allowed:g}"))
@@ -110,7 +116,8 @@ def _plain(
     folder: Path, base: PreTrainedModel | None, model: Model, device: torch.device
 ) -> PeftModel | PreTrainedModel:
     if base is not None:
-        return PeftModel.from_pretrained(base, str(folder))
+        # In the policy's dtype, as it was trained: widened to fp32, PEFT's default, it would round at other places.
+        return PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
     load: Any = AutoModelForCausalLM.from_pretrained
     arguments = {"attn_implementation": model.attn, "trust_remote_code": model.trust_remote_code}
     causal: PreTrainedModel = load(folder, **arguments).to(device)
@@ -154,7 +161,7 @@ def _compare_names(folder: Path, where: str, theirs: set[str], ours: set[str]) -
 
 
 def _compare_tensors(folder: Path, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """By value: PEFT loads an adapter in fp32, where a bf16 number is the same number."""
+    """By value: in fp32 a bf16 number is the same number."""
     for name, tensor in ours.items():
         one, other = (side.to("cpu", torch.float32) for side in (theirs[name], tensor))
         if not torch.equal(one, other):
