@@ -16,6 +16,12 @@ KINDS: dict[int, tuple[type[RunEnd], str]] = {
 SECONDS_OF_ONE_PRESS = 1.0
 """A terminal, a shell and a launcher may each pass on the same Ctrl-C; a second press comes later than that."""
 
+
+class _Asked(KeyboardInterrupt):
+    """Not a plain KeyboardInterrupt: of one that has passed an ``exec`` of text, as dataclasses do it, Python remembers
+    that, and ends by SIGINT instead of the exit code, however it was handled (``Py_RunMain``)."""
+
+
 _received: list[int] = []
 _first_at = 0.0
 _deferred = False
@@ -59,6 +65,6 @@ def _note(number: int, frame: FrameType | None) -> None:
     if first:
         _first_at = now
         if not _deferred:
-            raise KeyboardInterrupt
+            raise _Asked
     elif number == signal.SIGINT and now - _first_at > SECONDS_OF_ONE_PRESS:
-        raise KeyboardInterrupt
+        raise _Asked

@@ -116,9 +116,12 @@ def _found(config: RunConfig, world: World, wanted: Resume) -> tuple[Found | Non
         try:
             found, goes_on = resume.locate(wanted.asked, Path(config.run.dir))
         except RunEnd as end:
-            error = end
-    world.agree(error)
-    return world.gather_objects((found, goes_on))[0]
+            error = (type(end), str(end))
+    found, goes_on, error = world.gather_objects((found, goes_on, error))[0]
+    if error:
+        kind, message = error
+        raise kind(message)
+    return found, goes_on
 
 
 def _close(run: Run, end: RunEnd) -> None:

@@ -57,10 +57,14 @@ class World:
 
         A rank that raises alone leaves the others waiting in a collective until its time-out.
         """
-        for report in self.gather_objects(None if error is None else (type(error), str(error))):
+        reports = self.gather_objects((None if error is None else (type(error), str(error)), socket.gethostname()))
+        met = sorted({host for report, host in reports if report})
+        for report, _ in reports:
             if report is not None:
                 kind, message = report
-                raise kind(message) from error
+                # A file that one host lacks, say; the others would look in vain for what is wrong.
+                alone = "" if met == sorted({host for _, host in reports}) else f"\n(on {', '.join(met)} alone)"
+                raise kind(f"{message}{alone}") from error
 
 
 def connect(device: str, *, timeout_seconds: float) -> World:

@@ -1,7 +1,10 @@
 """Signals of this process: at once while it starts, later at a safe point, and at once again for who presses twice."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -55,3 +58,15 @@ def test_nothing_breaks_into_the_closing_words(fresh: ModuleType) -> None:
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
     fresh.check()
+
+
+def test_a_signal_during_an_exec_of_text_keeps_the_exit_code(tmp_path: Path) -> None:
+    """As dataclasses and namedtuples are made: Python would end by SIGINT, whatever the code (Py_RunMain)."""
+    (tmp_path / "rank.py").write_text(
+        "import os, signal, sys\nfrom trainer import interrupts\ninterrupts.install()\n"
+        "try:\n    exec('os.kill(os.getpid(), signal.SIGTERM)')\n"
+        "except KeyboardInterrupt:\n    sys.exit(interrupts.asked()[0].exit_code)\n"
+    )
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-m", "rank"], cwd=tmp_path, env={"PYTHONPATH": str(root)}, check=False)
+    assert ended.returncode == 75
