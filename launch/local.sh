@@ -4,7 +4,7 @@
 set -eu
 if [ $# -eq 0 ]; then sed -n '2,3s/^# //p' "$0"; exit 2; fi
 case " $* " in
-    *" --gpus "*) gpus=() ;;
+    *" --gpus "* | *" --gpus="*) gpus=() ;;
     *) gpus=(--gpus "$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')") ;;
 esac
 exec python -m trainer train "$@" "${gpus[@]}"

@@ -131,15 +131,24 @@ class ZeroEngine:
             str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
         )
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path) -> bool:
         """What ``save`` wrote, into an engine that has not trained yet, of as many ranks and the same stage.
 
         DeepSpeed unpickles the files: verify them first. Its module is loaded without strictness for the frozen
-        weights alone; that all trained ones are there, the manifest says.
+        weights alone; that all trained ones are there, the manifest says. False: there was nothing.
         """
-        self._engine.load_checkpoint(
+        optimizer = self._engine.optimizer
+        asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        clip = getattr(optimizer, "clip_grad", None)
+        path, _ = self._engine.load_checkpoint(
             str(folder.parent), tag=folder.name, load_module_strict=False, load_lr_scheduler_states=False
         )
+        # The optimizer's state is the checkpoint's, its settings are this run's: DeepSpeed brings back both.
+        for group, settings in zip(self._engine.optimizer.param_groups, asked, strict=True):
+            group.update(settings)
+        if clip is not None:
+            optimizer.clip_grad = clip
+        return path is not None
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """What a run writes and says: files and terminal, both from rank 0. Every rank calls, since rows come from all of
 them."""
 
-import json
 import os
 import socket
 import statistics
@@ -53,9 +52,10 @@ class Output:
             "evaluations": [evaluation.record() for evaluation in self.evaluations],
         }
 
-    def restore(self, progress: dict[str, Any]) -> None:
-        """What ``progress`` returned, also after a trip through JSON."""
-        self.run_id = progress["run_id"]
+    def restore(self, progress: dict[str, Any], *, goes_on: bool) -> None:
+        """What ``progress`` returned, also after a trip through JSON. A branch is a run of its own, by another id."""
+        if goes_on:
+            self.run_id = progress["run_id"]
         self.first_steps = FirstSteps(self.state.steps, progress["cut"], progress["flat"])
         self.evaluations = [Evaluation.of(one) for one in progress["evaluations"]]
 
@@ -71,9 +71,11 @@ class Output:
         if not self.world.is_main:
             return
         if goes_on:
+            self.directory.lock()
             self.directory.cut_after(self.state.step)
         else:
             self.directory.create()
+            self.directory.lock()
         self.directory.write_config(dump(self.config))
         self.directory.write_environment(collect() | {"hosts": self.hosts})
         vocabulary_of(self.state.policy.tokenizer).save(self.path / "rollouts" / "vocabulary.json")
@@ -120,9 +122,7 @@ class Output:
         """Keeps a held-out evaluation, with the mean reward of every prompt."""
         self.evaluations.append(result)
         if self.world.is_main:
-            folder = self.path / "eval"
-            folder.mkdir(exist_ok=True)
-            (folder / f"step-{result.step:06d}.json").write_text(json.dumps(result.record()) + "\n", encoding="utf-8")
+            self.directory.write_evaluation(result.step, result.record())
             means = {"eval/reward_sampled": result.sampled.mean, "eval/reward_greedy": result.greedy.mean}
             self.state.notes += self.trackers.log(means, result.step)
             say(

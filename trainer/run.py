@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer import interrupts
-from trainer.checkpoint import resume
+from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.save import Checkpoints
 from trainer.checkpoint.store import Found
 from trainer.config import RunConfig
-from trainer.errors import Interrupted, Preempted, RunEnd
+from trainer.errors import Interrupted, NoCheckpoint, Preempted, RunEnd
 from trainer.launcher import say
 from trainer.output import Output
 from trainer.preflight.facts import stage_of
@@ -58,9 +58,9 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
             raise
         return 0
     except RunEnd as end:
-        interrupts.ignore()
         for run in begun:
             _close(run, end)
+        interrupts.ignore()
         if begun and type(end) in STATES:
             return end.exit_code
         raise
@@ -94,15 +94,18 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
         checked.notes.extend(together(world, lambda: resume.check_run(found, models.facts, wanted.allowed)))
     state = together(world, lambda: start_engine(checked, models, world))
     output = Output(state)
-    checkpoints = Checkpoints(config, state.policy, state.engine, world, state.facts, output.run_id)
     if found:
         progress = together(world, lambda: resume.restore(found, state.engine, world))
         state.restore(progress)
-        output.restore(progress["output"])
+        output.restore(progress["output"], goes_on=goes_on)
+        if not goes_on:  # a branch has no checkpoint of its own yet
+            state.best = None
+    checkpoints = Checkpoints(config, state.policy, state.engine, world, state.facts, output.run_id)
+    if found:
         checkpoints.resumed(found, state.best, in_place=goes_on)
-    if goes_on and world.is_main:
-        checkpoints.store.tidy(found.path if found else None)
     together(world, lambda: output.begin(goes_on=goes_on))
+    if goes_on and world.is_main:
+        checkpoints.store.tidy(state.step)
     begun.append(Run(state, output, checkpoints))
     interrupts.defer()
     train(state, output, checkpoints)
@@ -121,19 +124,23 @@ def _found(config: RunConfig, world: World, wanted: Resume) -> tuple[Found | Non
     if error:
         kind, message = error
         raise kind(message)
+    if found and not (found.path / manifest.NAME).is_file():
+        raise NoCheckpoint(f"{found.path} is not there. Fix: a path that every host sees.")
     return found, goes_on
 
 
 def _close(run: Run, end: RunEnd) -> None:
     """Saves what is whole, and says and records how the run ended. Every rank raised the same ``end``: a collective."""
-    folder = save(run.state, run.output, run.checkpoints)
-    if folder is None:
-        newest = run.checkpoints.saved_step
-        where = f"the newest checkpoint is that of step {newest}" if newest is not None else "there is no checkpoint"
-    else:
-        where = f"saved {folder}; go on with --resume auto"
+    newest = run.checkpoints.saved_step
+    where = f"the newest checkpoint is that of step {newest}" if newest is not None else "there is no checkpoint"
+    try:
+        if folder := save(run.state, run.output, run.checkpoints):
+            where = f"saved {folder}; go on with --resume auto"
+    except RunEnd as failed:
+        where = f"not saved: {failed}; {where}"
+    finally:
+        run.output.end(STATES.get(type(end), "stopped"), end.exit_code, str(end))
     state = STATES.get(type(end), "stopped")
-    run.output.end(state, end.exit_code, str(end))
     if run.output.world.is_main and type(end) in STATES:
         say(f"\n{state}: {end}, after step {run.state.step}; {where}.")
     elif run.output.world.is_main:

@@ -58,8 +58,8 @@ class State:
     kl_coefficient: float = 0.0
     """Of the current step; the adaptive controller's state."""
     nonfinite_in_a_row: int = 0
-    best: dict[str, float] | None = None
-    """Step and value of the best evaluation so far, by ``eval.best_metric``."""
+    best: dict[str, Any] | None = None
+    """Metric, step and value of the best evaluation so far."""
     nonfinite_losses: list[str] = field(default_factory=list)
     """Losses of this rank since the last optimizer step that are NaN or infinite, in words."""
     notes: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class State:
         """Notes what a checkpoint of this moment holds, so that a step that is given up leaves no trace."""
         self.boundary = Boundary(
             {name: getattr(self, name) for name in PROGRESS},
-            random_states.capture(),
+            random_states.capture(self.world.device),
         )
 
     def restore(self, progress: dict[str, Any]) -> None:

@@ -106,6 +106,8 @@ def train(state: State, output: Output, checkpoints: Checkpoints) -> None:
             state.at_boundary()
             if evaluation_is_due(state, output):
                 evaluate_now(state, output)
+                note_best(state, output)
+                state.at_boundary()  # rewards of the evaluation may have drawn random numbers
                 keep_best(state, output, checkpoints)
             every = config.checkpoint.every
             if every and state.step and (state.step % every == 0 or state.step == state.steps):
@@ -141,15 +143,21 @@ def evaluation_is_due(state: State, output: Output) -> bool:
     return bool(state.eval_prompts and due and output.evaluated_step() != state.step)
 
 
-def keep_best(state: State, output: Output, checkpoints: Checkpoints) -> None:
-    """A checkpoint of the best evaluation so far, which pruning leaves alone, when ``eval.best_metric`` asks for it."""
+def note_best(state: State, output: Output) -> None:
+    """Whether the last evaluation is the best one so far, by ``eval.best_metric``."""
     metric = state.config.eval.best_metric
     if not metric:
         return
     value = getattr(output.evaluations[-1], metric).mean
+    if state.best is not None and state.best["metric"] != metric:
+        state.best = None
     if math.isfinite(value) and (state.best is None or value > state.best["value"]):
-        state.best = {"step": state.step, "value": value}
-        state.at_boundary()
+        state.best = {"metric": metric, "step": state.step, "value": value}
+
+
+def keep_best(state: State, output: Output, checkpoints: Checkpoints) -> None:
+    """A checkpoint of the best evaluation so far, which pruning leaves alone."""
+    if state.best is not None and state.best["step"] == state.step:
         checkpoints.keep_best(save(state, output, checkpoints))
 
 

@@ -33,9 +33,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_f8_sigterm_saves_at_once_and_the_resumed_run_is_the_unharmed_one(folder: Path) -> None:
-    """Two ranks, signalled anywhere in a step; there is no periodic checkpoint before."""
+    """Two ranks, signalled anywhere in a step; there is no periodic checkpoint before. The rewards draw random numbers,
+    those of the evaluations between the steps too."""
     (folder / "rewards.py").write_text(SLOW)
-    command = (*ZERO_GRPO, "--gpus", "2", "--checkpoint.every", "0")
+    evaluation = ("--data.eval_fraction", "0.25", "--eval.every", "1", "--eval.num_generations", "1")
+    command = (*ZERO_GRPO, "--gpus", "2", "--checkpoint.every", "0", *evaluation)
     unharmed = run(folder, *command, "--run.dir", "unharmed")
     assert unharmed.code == 0
 

@@ -10,6 +10,7 @@ from huggingface_hub import ModelCardData
 from trainer.config import Model, RunConfig
 from trainer.models.reload import Verified
 from trainer.record.environment import PACKAGES, installed_version
+from trainer.record.run_dir import read_metrics
 
 TOLD = ("reward_mean", "reward_std", "kl", "entropy", "completion_tokens_mean", "truncated_fraction", "grad_norm")
 """Metrics of the last step that the card shows, by their names in metrics.jsonl."""
@@ -28,12 +29,8 @@ class Records:
 
 def read_records(run_dir: Path, step: int | None = None) -> Records:
     """Up to ``step``; None: all of them."""
-    last: dict[str, float] = {}
-    file = run_dir / "metrics.jsonl"
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        row = json.loads(line)
-        if step is None or row["step"] <= step:
-            last = row
+    rows = [row for row in read_metrics(run_dir) if step is None or row["step"] <= step]
+    last: dict[str, float] = rows[-1] if rows else {}
     evaluations = []
     for path in sorted((run_dir / "eval").glob("step-*.json")):
         evaluation = json.loads(path.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from trainer.checkpoint import weights
 from trainer.checkpoint.card import read_records
@@ -49,6 +50,6 @@ def _on_main(world: World, work: Callable[[], None], target: Path) -> RunEnd | N
             work()
     except RunEnd as end:
         return end
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' words for a full disk
         return Stopped(f"{target}: cannot be written: {error}.")
     return None

@@ -50,10 +50,6 @@ class Manifest:
     files: dict[str, tuple[int, str]]
     """Path inside the folder -> bytes, SHA-256."""
 
-    @property
-    def bytes(self) -> int:
-        return sum(size for size, _ in self.files.values())
-
 
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
@@ -67,7 +63,7 @@ def listed(folder: Path) -> list[str]:
 
 
 def measured(folder: Path, name: str) -> tuple[int, str]:
-    """Size and hash of a file as it lies on disk: synced first, so that a power cut cannot take it back."""
+    """Size and hash of a file, synced first, so that a power cut cannot take it back."""
     path = folder / name
     sync(path)
     return path.stat().st_size, file_sha256(path)

@@ -16,8 +16,8 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def capture() -> dict[str, Any]:
-    """States of Python's, NumPy's and torch's global generators, the current GPU's included."""
+def capture(device: torch.device) -> dict[str, Any]:
+    """States of Python's, NumPy's and torch's global generators, and the device's when it is a GPU."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -25,20 +25,20 @@ def capture() -> dict[str, Any]:
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
         "torch": _text(torch.get_rng_state()),
     }
-    if torch.cuda.is_available():
-        states["cuda"] = _text(torch.cuda.get_rng_state())
+    if device.type == "cuda":
+        states["cuda"] = _text(torch.cuda.get_rng_state(device))
     return states
 
 
-def restore(states: dict[str, Any]) -> None:
+def restore(states: dict[str, Any], device: torch.device) -> None:
     """What ``capture`` returned, also after a trip through JSON."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_tensor(states["torch"]))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(states["cuda"]))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(_tensor(states["cuda"]), device)
 
 
 def _text(state: torch.Tensor) -> str:

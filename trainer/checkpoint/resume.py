@@ -8,14 +8,14 @@ from typing import Any
 from trainer.checkpoint import manifest, random_states
 from trainer.checkpoint.manifest import Facts
 from trainer.checkpoint.save import PROGRESS, random_file
-from trainer.checkpoint.store import Found, Store
+from trainer.checkpoint.store import Found, Store, step_of
 from trainer.engine import ZeroEngine
 from trainer.errors import NoCheckpoint, Refused
 from trainer.record.run_dir import RunDirectory
 from trainer.world import World
 
 FREE = ("run.steps", "run.epochs", "run.dir", "log.", "eval.", "checkpoint.", "watch.")
-"""Settings that a resumed run may change without a word: none of them enters an update by itself."""
+"""Settings that a resumed run may change. The length of a run enters an update by the schedules that end with it."""
 
 
 def find(asked: str, run_dir: Path) -> Found | None:
@@ -54,7 +54,7 @@ def locate(asked: str, run_dir: Path) -> tuple[Found | None, bool]:
         directory.check()
         return found, False
     for folder in store.folders():
-        if folder.name > found.path.name and _is_valid(folder):
+        if step_of(folder) > step_of(found.path) and _is_valid(folder):
             raise Refused(
                 f"--resume {asked}: run.dir = {run_dir} has a newer checkpoint, {folder.name}. Going on from an "
                 "older one would mix two runs in one directory. Fix: a new run.dir (--run.dir runs/other) for the run "
@@ -96,6 +96,11 @@ def check_run(found: Found, now: Facts, allowed: Collection[str]) -> list[str]:
     notes += [f"passed over: {reason}" for reason in found.skipped]
     differing = differences(found.manifest.facts, now)
     refused = {key: text for key, text in differing.items() if key not in allowed}
+    if "optim.name" in differing:
+        raise Refused(
+            f"--resume: optim.name: {differing['optim.name']}, and {found.path} holds the former's state. Fix: set "
+            "it back, or begin a new run from the weights: `zero-grpo export`."
+        )
     if refused:
         lines = "\n".join(f"  {key}: {text}" for key, text in refused.items())
         flags = " ".join(f"--allow {key}" for key in refused)
@@ -103,6 +108,8 @@ def check_run(found: Found, now: Facts, allowed: Collection[str]) -> list[str]:
             f"--resume: this run differs from {found.path}, so that it would not be the run that was begun:\n{lines}\n"
             f"Fix: set them back, or allow each: {flags}"
         )
+    if found.manifest.facts.config.get("run") != now.config.get("run"):
+        notes += _stretched(now.config)
     notes += [f"resumed with another {key} ({text}), as allowed" for key, text in differing.items()]
     was, new = found.manifest.facts.versions, now.versions
     changed = [f"{name} {was.get(name)} -> {new.get(name)}" for name in sorted(new) if was.get(name) != new.get(name)]
@@ -128,9 +135,22 @@ def _check_trained(found: Found, now: Facts) -> None:
 
 def restore(found: Found, engine: ZeroEngine, world: World) -> dict[str, Any]:
     """Weights, optimizer and random generators of every rank. Returns what ``save`` was given as ``progress``."""
-    engine.load(found.path / "deepspeed")
-    random_states.restore(_read_json(found.path / random_file(world.rank)))
+    if not engine.load(found.path / "deepspeed"):
+        raise NoCheckpoint(f"{found.path}: DeepSpeed found nothing to load in deepspeed/. Fix: another checkpoint.")
+    random_states.restore(_read_json(found.path / random_file(world.rank)), world.device)
     return _read_json(found.path / PROGRESS)
+
+
+def _stretched(config: dict[str, Any]) -> list[str]:
+    """Schedules that another number of steps changes from here on."""
+    schedules = {
+        "optim.schedule": config.get("optim", {}).get("schedule", "constant"),
+        "grpo.kl.schedule": config.get("grpo", {}).get("kl", {}).get("schedule", "constant"),
+    }
+    ending = [f'{key} = "{name}"' for key, name in schedules.items() if name in ("linear", "cosine", "warmup_decay")]
+    if not ending:
+        return []
+    return [f"[run] differs, and {' and '.join(ending)} follow the number of steps: they go on from another value"]
 
 
 def _is_valid(folder: Path) -> bool:

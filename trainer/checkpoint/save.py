@@ -5,9 +5,10 @@ is used. A run killed at any moment leaves the checkpoints of before, and at mos
 """
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint.export import write_weights
@@ -15,8 +16,11 @@ from trainer.checkpoint.manifest import Facts, Manifest
 from trainer.checkpoint.store import Found, Store
 from trainer.config import RunConfig, dump
 from trainer.engine import ZeroEngine
+from trainer.errors import RunEnd, Stopped
 from trainer.models.policy import Policy
 from trainer.world import World
+
+T = TypeVar("T")
 
 PROGRESS = "progress.json"
 
@@ -38,6 +42,8 @@ class Checkpoints:
         self.best: Path | None = None
         self.saved_step: int | None = None
         """Step of the newest checkpoint."""
+        self.bytes = 0
+        """Of the newest checkpoint that this process has saved."""
 
     def resumed(self, found: Found, best: Mapping[str, float] | None, *, in_place: bool) -> None:
         """The run went on from ``found``; pruning leaves it and the best one alone."""
@@ -47,30 +53,64 @@ class Checkpoints:
             self.best = self.store.folder(int(best["step"])) if best else None
 
     def save(self, step: int, progress: Mapping[str, Any], random_states: Mapping[str, Any]) -> Path:
-        """A collective. ``progress`` is equal on all ranks, ``random_states`` are this rank's."""
-        folder = self._begin(step)
+        """A collective. ``progress`` is rank 0's, ``random_states`` are each rank's own.
+
+        Stopped on every rank where the disk refuses on one; the checkpoints of before are as they were.
+        """
+        folder = Path(self._agreed(lambda: str(self._begin(step)) if self.world.is_main else "")[0])
         self.engine.save(folder / "deepspeed")
         write_weights(self.policy, self.engine, self.world, folder)
+        self._agreed(lambda: self._write_records(folder, progress, random_states))
+        lists = self._agreed(lambda: manifest.listed(folder))
+        # Shares of the hashing. Its end is the barrier that DeepSpeed lacks: every rank's files are on disk. All lists
+        # together, since one of them may lag on a shared file system.
+        mine = sorted({name for names in lists for name in names})[self.world.rank :: self.world.size]
+        shares = self._agreed(lambda: {name: manifest.measured(folder, name) for name in mine})
+        files = {name: found for share in shares for name, found in share.items()}
+        self._agreed(lambda: self._commit(folder, step, files) if self.world.is_main else None)
+        self.saved_step = step
+        return self.store.folder(step)
+
+    def _begin(self, step: int) -> Path:
+        free = shutil.disk_usage(self.store.path.parent).free
+        if free < self.bytes:
+            raise Stopped(
+                f"{self.store.path}: a checkpoint needs {self.bytes / 1e9:.1f} GB, as the last one did, and "
+                f"{free / 1e9:.1f} GB are free. Fix: make room; a smaller checkpoint.keep holds fewer of them."
+            )
+        return self.store.begin(step, self.run_id)
+
+    def _write_records(self, folder: Path, progress: Mapping[str, Any], random_states: Mapping[str, Any]) -> None:
         _write_json(folder / random_file(self.world.rank), random_states)
         if self.world.is_main:
             _write_json(folder / PROGRESS, progress)
             (folder / "config.toml").write_text(dump(self.config), encoding="utf-8")
-        self.world.barrier()
-        # Shares of the hashing. Its end is the barrier that DeepSpeed lacks: every rank's files are on disk.
-        mine = manifest.listed(folder)[self.world.rank :: self.world.size]
-        shares = self.world.gather_objects({name: manifest.measured(folder, name) for name in mine})
-        if self.world.is_main:
-            files = {name: found for share in shares for name, found in share.items()}
-            for inner in {(folder / name).parent for name in files}:
-                manifest.sync(inner)
-            manifest.write(folder, Manifest(step, self.run_id, self.facts, dict(sorted(files.items()))))
-            manifest.sync(folder)
-            self.store.commit(folder, step)
-            protected = {folder for folder in (self.resumed_from, self.best) if folder is not None}
-            self.store.prune(self.config.checkpoint.keep, protected)
-        self.world.barrier()
-        self.saved_step = step
-        return self.store.folder(step)
+
+    def _commit(self, folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
+        if unmeasured := set(manifest.listed(folder)) ^ set(files):
+            raise OSError(f"hosts see different files there ({', '.join(sorted(unmeasured)[:3])})")
+        for inner in {(folder / name).parent for name in files}:
+            manifest.sync(inner)
+        manifest.write(folder, Manifest(step, self.run_id, self.facts, dict(sorted(files.items()))))
+        manifest.sync(folder)
+        self.store.commit(folder, step)
+        self.bytes = sum(size for size, _ in files.values())
+        protected = {kept for kept in (self.resumed_from, self.best) if kept is not None}
+        self.store.prune(self.config.checkpoint.keep, protected)
+
+    def _agreed(self, work: Callable[[], T]) -> list[T]:
+        """``work()`` of every rank, in rank order; where it fails on one, all are Stopped. It holds no collective,
+        which a rank that fails would leave the others waiting in."""
+        result: T | None = None
+        error: RunEnd | None = None
+        try:
+            result = work()
+        except RunEnd as end:
+            error = end
+        except OSError as failed:
+            error = Stopped(f"{self.store.path}: the checkpoint cannot be written: {failed}")
+        self.world.agree(error)
+        return cast(list[T], self.world.gather_objects(result))
 
     def keep_best(self, folder: Path | None) -> None:
         """Pruning leaves ``folder`` alone from now on, and no longer the best one before it."""
@@ -79,10 +119,6 @@ class Checkpoints:
         self.best = folder
         if self.world.is_main:
             self.store.point("best", folder)
-
-    def _begin(self, step: int) -> Path:
-        name = str(self.store.begin(step, self.run_id)) if self.world.is_main else ""
-        return Path(self.world.gather_objects(name)[0])
 
 
 def _write_json(path: Path, record: Mapping[str, Any]) -> None:

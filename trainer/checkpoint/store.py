@@ -35,8 +35,7 @@ class Store:
         """Every committed checkpoint, the newest first, valid or not. ``latest`` is not asked: it may lag or lie."""
         if not self.path.is_dir():
             return []
-        numbered = [(int(match[1]), path) for path in self.path.iterdir() if (match := STEP.fullmatch(path.name))]
-        return [path for _, path in sorted(numbered, reverse=True)]
+        return sorted((path for path in self.path.iterdir() if STEP.fullmatch(path.name)), key=step_of, reverse=True)
 
     def folder(self, step: int) -> Path:
         return self.path / f"step-{step:06d}"
@@ -65,10 +64,14 @@ class Store:
         folder = self.path / f"{UNFINISHED}step-{step:06d}.{run_id}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        manifest.sync(self.path.parent)
         return folder
 
     def commit(self, folder: Path, step: int) -> Path:
-        """From here on it is a checkpoint: one rename, made durable; then ``latest``, for people and tools."""
+        """From here on it is a checkpoint: one rename, made durable; then ``latest``, for people and tools.
+
+        Returns where it lies now.
+        """
         final = self.folder(step)
         os.rename(folder, final)
         manifest.sync(self.path)
@@ -91,20 +94,25 @@ class Store:
         for folder in self.folders()[keep:]:
             if folder.resolve() not in safe:
                 gone = folder.with_name(REMOVED + folder.name)
+                shutil.rmtree(gone, ignore_errors=True)
                 os.rename(folder, gone)
-                shutil.rmtree(gone)
+                # What cannot be removed just now goes when the run is resumed: no run ends for a rest.
+                shutil.rmtree(gone, ignore_errors=True)
 
-    def tidy(self, current: Path | None) -> None:
-        """Before a run goes on from ``current``: rests of unfinished saves go, damaged newer ones are set aside."""
+    def tidy(self, step: int) -> None:
+        """Before a run goes on from ``step``: rests of unfinished saves go, newer ones, all damaged, are set aside."""
         if not self.path.is_dir():
             return
         for folder in self.path.iterdir():
             if folder.is_dir() and folder.name.startswith((UNFINISHED, REMOVED)):
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
         for folder in self.folders():
-            if folder == current:
-                break
-            os.rename(folder, _free_name(folder.with_name(DAMAGED + folder.name)))
+            if step_of(folder) > step:
+                os.rename(folder, _free_name(folder.with_name(DAMAGED + folder.name)))
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _free_name(path: Path) -> Path:

@@ -24,7 +24,7 @@ CARRIED = re.compile(
 )
 """The variables that go along to other hosts, besides those that a reward names as its key_env."""
 SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-CREDENTIALS_IN_URL = re.compile(r"://[^/\s]*@")
+CREDENTIALS_IN_URL = re.compile(r"^[^/\s]*@|://[^/\s]*@")
 
 
 @dataclass(frozen=True)

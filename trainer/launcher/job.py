@@ -31,8 +31,6 @@ from trainer.launcher.reach import PACKAGE_ROOT, Meeting, check_tools, meet
 from trainer.launcher.speech import heard, say
 
 ASKED_TO_END = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
-SECONDS_TO_SAVE = 120.0
-"""For the ranks, asked once to end, to reach a safe point and save."""
 SECONDS_TO_END = 30.0
 """For the others, once one has ended; as long as launch.py gives those beside it."""
 
@@ -158,6 +156,7 @@ class _Job:
         """Starts and waits; the exit code."""
         # A session of its own: a Ctrl-C reaches the ranks by the lease alone, and once. The launcher would answer it
         # with a `pkill -f` on every host that ends other people's runs of the same user, too.
+        self._catch_signals()
         process = subprocess.Popen(
             command,
             env=environment,
@@ -169,10 +168,13 @@ class _Job:
             errors="replace",
             start_new_session=True,
         )
-        self._catch_signals()
+        if self.keys:
+            # Ctrl-Z would stop the renewing of the lease, and so end the run on the other hosts. After the start, since
+            # what is ignored is inherited.
+            signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         reader = threading.Thread(target=self._sort, args=(process,), daemon=True)
         reader.start()
-        self._wait(process, reader)
+        self._wait(process)
         self._end_group(process, reader)
         return self._close()
 
@@ -183,9 +185,6 @@ class _Job:
         for number in ASKED_TO_END:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it for SIGHUP
                 signal.signal(number, note)
-        if self.keys:
-            # Ctrl-Z would stop the renewing of the lease, and so end the run on the other hosts.
-            signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def _sort(self, process: subprocess.Popen[str]) -> None:
         """What rank 0 says to the terminal, the rest to the log, until nobody writes any more."""
@@ -200,18 +199,20 @@ class _Job:
                     self.outcome.take(told)
                 else:
                     self.outcome.note(line)
-                    file.write(line)
-                    file.flush()
+                    with contextlib.suppress(OSError):  # a full disk must not stop the reading: ranks would block
+                        file.write(line)
+                        file.flush()
 
-    def _wait(self, process: subprocess.Popen[str], reader: threading.Thread) -> None:
-        """Until the launcher has ended and nobody holds its pipe, or time is over for those asked to end."""
+    def _wait(self, process: subprocess.Popen[str]) -> None:
+        """Until the launcher has ended, or time is over for those asked to end."""
         deadline, passed_on = float("inf"), 0
         while process.poll() is None and time.monotonic() < deadline:
             if passed_on < len(self.asked):
                 passed_on += 1
                 number = self.asked[passed_on - 1]
                 self.lease.signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-                patience = (SECONDS_TO_SAVE, SECONDS_TO_END, 0.0)[min(passed_on, 3) - 1]
+                # Asked once they save, which takes as long as it takes; who asks again is in a hurry.
+                patience = (float("inf"), SECONDS_TO_END, 0.0)[min(passed_on, 3) - 1]
                 deadline = time.monotonic() + patience
             if self.outcome.failing:
                 deadline = min(deadline, time.monotonic() + SECONDS_TO_END)

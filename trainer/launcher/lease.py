@@ -74,18 +74,19 @@ def _watch(path: Path, parent: int, same_host: bool, at_end: Callable[[], None])
                 text = file.read()
                 if same_host and _unlocked(file.fileno()):
                     break
+            _, asked, number = (int(word) for word in text.split())
         except FileNotFoundError:
             missing += bool(last)
             continue
-        except OSError:
+        except (OSError, ValueError):  # unreadable for a moment, or read while it was written
             continue
         missing = 0
         if text != last:
             last, polls = text, 0
-            _, asked, number = (int(word) for word in text.split())
             if asked > signals:
                 signals = asked
-                os.kill(os.getpid(), number)
+                # To the main thread, so that a call it waits in ends.
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
         elif same_host:
             polls = 0
     at_end()

@@ -42,7 +42,8 @@ def say(text: str) -> None:
 def report(code: int | None = None, why: str = "") -> None:
     """Tells the one who started the ranks that this one begins or ends; nothing where nobody did."""
     if launch_id := os.environ.get(WRAPPED):
-        told = Report(int(os.environ["RANK"]), socket.gethostname(), os.getpid(), code, why[:2000])
+        told = Report(int(os.environ["RANK"]), socket.gethostname(), os.getpid(), code, why[:600])
+        # Short of 4 KiB, also when each character takes six: a pipe takes that in one piece.
         sys.stdout.write(f"{mark(launch_id) * 2}{json.dumps(asdict(told))}\n")
         sys.stdout.flush()
 
@@ -54,5 +55,8 @@ def heard(line: str, launch_id: str) -> str | Report | None:
         return None
     if not rest.startswith(mark(launch_id)):
         return rest
-    told: dict[str, Any] = json.loads(rest.removeprefix(mark(launch_id)))
-    return Report(**told)
+    try:
+        told: dict[str, Any] = json.loads(rest.removeprefix(mark(launch_id)))
+        return Report(**told)
+    except (ValueError, TypeError):  # two ranks' lines in one
+        return None

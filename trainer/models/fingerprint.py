@@ -8,12 +8,12 @@ from torch import nn
 from trainer.models.policy import REFERENCE_ADAPTER
 
 ELEMENTS = 256
-"""Read of each parameter, spread over all of it."""
+"""At least so many of each larger parameter are read, spread over all of it."""
 
 
 @torch.no_grad()
 def fingerprint(causal: nn.Module) -> str:
-    """SHA-256 over name, shape and ``ELEMENTS`` elements of every weight that training does not begin by drawing.
+    """SHA-256 over name, shape and some elements of every weight that training does not begin by drawing.
 
     A hash of all bytes would read 15 GB at every start of a 7B model; this tells another model, another revision and
     another start adapter apart.

@@ -1,9 +1,11 @@
 """The run directory: what a run leaves behind. Rank 0 alone writes here."""
 
+import fcntl
 import json
 import math
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,12 +55,29 @@ class RunDirectory:
                 f"run.dir: cannot create {self.path}: {error.strerror}. Fix: set run.dir to a path you can write."
             ) from error
 
+    def lock(self) -> None:
+        """Refused while another process trains here. The kernel lets go of it with the process, however that ends."""
+        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 200).decode(errors="replace").strip()
+            os.close(handle)
+            raise Refused(
+                f"run.dir: {self.path}: another process trains in it ({holder}). Fix: wait for it, end it, or another "
+                "run.dir."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
     def cut_after(self, step: int) -> None:
         """Takes back the records of later steps, which a run that is resumed after ``step`` makes again."""
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            self._replace("metrics.jsonl", "".join(line for line in lines if 0 < _step_of(line) <= step))
+            kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+            self._replace("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         for folder, pattern in (
             ("rollouts", r"step-(\d+)\.jsonl"),
             ("samples", r"step_(\d+)\.txt"),
@@ -92,6 +111,10 @@ class RunDirectory:
                 raise ValueError(f"a rollout row holds {sorted(row)}, expected {sorted(FIELDS)}")
             lines.append(json.dumps({name: row[name] for name in FIELDS}, ensure_ascii=False, allow_nan=False) + "\n")
         self._replace(rollout_file(self.path, step).relative_to(self.path), "".join(lines))
+
+    def write_evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        (self.path / "eval").mkdir(exist_ok=True)
+        self._replace(Path("eval") / f"step-{step:06d}.json", json.dumps(record) + "\n")
 
     def write_samples(self, step: int, text: str) -> None:
         self._replace(Path("samples") / f"step_{step}.txt", text)
@@ -134,9 +157,13 @@ class RunDirectory:
         os.replace(beside, path)
 
 
-def _step_of(line: str) -> int:
-    """Step of a line of metrics.jsonl; 0 of a last line that a kill has cut."""
-    try:
-        return int(json.loads(line)["step"])
-    except ValueError:
-        return 0
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, without a last line that a kill has cut."""
+    file = run_dir / "metrics.jsonl"
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows

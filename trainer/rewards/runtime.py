@@ -93,8 +93,12 @@ class RewardRuntime:
         copy_files(self._files, self.folder, run_dir)
 
     def file_hashes(self) -> dict[str, str]:
-        """Name -> SHA-256 of every reward file, as it was imported."""
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in self._files}
+        """Path -> SHA-256 of every reward file; the path from the run file's folder, where it lies below that."""
+        names = {
+            file: file.relative_to(self.folder).as_posix() if file.is_relative_to(self.folder) else str(file)
+            for file in self._files
+        }
+        return {name: hashlib.sha256(file.read_bytes()).hexdigest() for file, name in names.items()}
 
     def _resolve(self, section: Reward) -> RewardFunction:
         if section.kind == "python":
