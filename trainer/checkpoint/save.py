@@ -72,8 +72,7 @@ class Checkpoints:
         return self.store.folder(step)
 
     def _begin(self, step: int) -> Path:
-        free = shutil.disk_usage(self.store.path.parent).free
-        if free < self.bytes:
+        if self.bytes and (free := shutil.disk_usage(self.store.path).free) < self.bytes:
             raise Stopped(
                 f"{self.store.path}: a checkpoint needs {self.bytes / 1e9:.1f} GB, as the last one did, and "
                 f"{free / 1e9:.1f} GB are free. Fix: make room; a smaller checkpoint.keep holds fewer of them."
