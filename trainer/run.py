@@ -100,6 +100,8 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
         output.restore(progress["output"], goes_on=goes_on)
         if not goes_on:  # a branch has no checkpoint of its own yet
             state.best = None
+    if found and state.step >= state.steps:
+        state.notes.append(f"step {state.step} of {state.steps} is done already: there is nothing left to train")
     checkpoints = Checkpoints(config, state.policy, state.engine, world, state.facts, output.run_id)
     if found:
         checkpoints.resumed(found, state.best, in_place=goes_on)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,46 @@ def test_b70_a_path_without_a_checkpoint_is_an_error(tmp_path: Path, asked: str)
     with pytest.raises(NoCheckpoint) as refusal:
         resume.find(str(tmp_path / asked), tmp_path)
     assert str(tmp_path / asked) in str(refusal.value)
+
+
+def test_a_checkpoint_under_another_step_s_name_is_passed_over(tmp_path: Path) -> None:
+    shutil.copytree(checkpoint(tmp_path, 6), tmp_path / "checkpoints/step-000099")
+    found = Store(tmp_path).newest()
+    assert found is not None and found.path.name == "step-000006"
+    assert found.skipped == [f"{tmp_path}/checkpoints/step-000099: its manifest is of step 6"]
+
+
+def test_a_copy_under_a_name_of_its_own_is_a_checkpoint(tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoints/mine"
+    shutil.copytree(checkpoint(tmp_path, 6), copy)
+    found, goes_on = resume.locate(str(copy), tmp_path)
+    assert found is not None and found.path == copy and goes_on
+
+
+def test_a_checkpoint_on_another_disk_is_gone_on_from_by_its_link(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "run", 6)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    found, goes_on = resume.locate("auto", tmp_path / "run")
+    assert found is not None and found.manifest.step == 6 and goes_on
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(NoCheckpoint, match=r"starting anew would replace it[\s\S]*lora\.start_adapter"):
+        resume.locate("auto", tmp_path)
+
+
+def test_what_cannot_be_read_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint(tmp_path, 6)
+
+    def refused(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(manifest, "file_sha256", refused)
+    with pytest.raises(NoCheckpoint, match=r"states\.pt: cannot be read \(Permission denied\)"):
+        manifest.verify(folder)
 
 
 def test_pruning_never_takes_the_newest_nor_a_protected_one(tmp_path: Path) -> None:

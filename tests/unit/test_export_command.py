@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
             torch.save(logits(state.policy.causal), run_dir / f"logits-{number}.pt")
         export(state.policy, state.engine, world, run_dir, state.config)
         (run_dir / "config.toml").write_text(dump(state.config))
-        (run_dir / "run_status.json").write_text(json.dumps({"state": "done"}))
+        (run_dir / "run_status.json").write_text(json.dumps({"state": "done", "step": 1}))
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.1}\n{"step": 2, "reward_mean": 0.2}\n')
         state.engine.close()
     return folder

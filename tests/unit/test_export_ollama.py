@@ -183,7 +183,7 @@ def finished(folder: Path, run_dir: Path, settings: dict[str, Any]) -> Path:
     world: Any = Alone()
     export(policy_of(config), engine, world, run_dir, config)
     (run_dir / "config.toml").write_text(dump(config))
-    (run_dir / "run_status.json").write_text('{"state": "done"}')
+    (run_dir / "run_status.json").write_text('{"state": "done", "step": 1}')
     return run_dir
 
 

@@ -21,6 +21,7 @@ from trainer.launcher import say
 from trainer.models.fingerprint import fingerprint
 from trainer.models.merge import merge
 from trainer.models.policy import REFERENCE_ADAPTER, Policy, load_config, load_policy, load_tokenizer
+from trainer.record.run_dir import RunDirectory
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that a run computes in."""
@@ -104,7 +105,8 @@ def _for_ollama(policy: Policy, out: Path, config: RunConfig, converter: str) ->
 
 
 def find(asked: Path) -> Source:
-    """A checkpoint is taken as it is; of a run directory, what it ended with, or its newest valid checkpoint."""
+    """A checkpoint is taken as it is. Of a run directory, its newest valid checkpoint, whose files have hashes; where a
+    finished run kept none of its end, what it ended with."""
     if (asked / manifest.NAME).is_file() or STEP.fullmatch(asked.name):
         return _checkpoint(asked)
     if not (asked / "config.toml").is_file():
@@ -113,15 +115,15 @@ def find(asked: Path) -> Source:
             f"export: {asked} is neither a checkpoint (no {manifest.NAME}) nor a run directory (no config.toml)."
             f"{beside}"
         )
-    for name in ("adapter", "model"):
-        if (asked / name).is_dir() and _is_done(asked):
-            return Source(asked / name, asked, asked / "config.toml", None, None)
+    done, result = _done_at(asked), RunDirectory(asked).result()
     found = Store(asked).newest()
-    if found is None:
+    if found and done in (None, found.manifest.step):
+        for reason in found.skipped:
+            say(f"passed over: {reason}")
+        return _checkpoint(found.path)
+    if done is None or result is None:
         raise NoCheckpoint(f"export: {asked} has no finished adapter or model, and no checkpoint.")
-    for reason in found.skipped:
-        say(f"passed over: {reason}")
-    return _checkpoint(found.path)
+    return Source(result, asked, asked / "config.toml", None, None)
 
 
 def _checkpoint(folder: Path) -> Source:
@@ -131,9 +133,13 @@ def _checkpoint(folder: Path) -> Source:
     return Source(weights, folder.resolve().parent.parent, folder / "config.toml", content.step, base)
 
 
-def _is_done(run_dir: Path) -> bool:
-    status = run_dir / "run_status.json"
-    return status.is_file() and json.loads(status.read_text(encoding="utf-8"))["state"] == "done"
+def _done_at(run_dir: Path) -> int | None:
+    """The step at which the run was done; None: it is not."""
+    file = run_dir / "run_status.json"
+    if not file.is_file():
+        return None
+    status = json.loads(file.read_text(encoding="utf-8"))
+    return int(status["step"]) if status["state"] == "done" else None
 
 
 def _load(source: Source, config: RunConfig) -> Policy:

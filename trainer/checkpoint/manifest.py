@@ -112,6 +112,13 @@ def verify(folder: Path) -> Manifest:
 
     Reads all of it, at the speed of the disk (SHA-256 takes 1.7 GiB/s on one core).
     """
+    try:
+        return _verified(folder)
+    except OSError as error:
+        raise NoCheckpoint(f"{error.filename or folder}: cannot be read ({error.strerror})") from error
+
+
+def _verified(folder: Path) -> Manifest:
     manifest = read(folder)
     for name, (size, sha256) in manifest.files.items():
         path = folder / name

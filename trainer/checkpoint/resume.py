@@ -49,12 +49,20 @@ def locate(asked: str, run_dir: Path) -> tuple[Found | None, bool]:
     found = find(asked, run_dir)
     directory, store = RunDirectory(run_dir), Store(run_dir)
     if found is None:
+        if result := directory.result():
+            raise NoCheckpoint(
+                f"--resume {asked}: {run_dir} has no checkpoint, and holds the result of a run that is done, {result}: "
+                "it cannot go on, and starting anew would replace it. Fix: a new run.dir; "
+                f'lora.start_adapter = "{result}" (or model.name_or_path) begins with its weights.'
+            )
         return None, directory.holds_a_run()
-    if found.path.resolve().parent != store.path.resolve():
+    # Of the folder it lies in: the checkpoint itself may be a link to another disk.
+    if found.path.parent.resolve() != store.path.resolve():
         directory.check()
         return found, False
+    directory.check_writable()
     for folder in store.folders():
-        if step_of(folder) > step_of(found.path) and _is_valid(folder):
+        if step_of(folder) > found.manifest.step and _is_valid(folder):
             raise Refused(
                 f"--resume {asked}: run.dir = {run_dir} has a newer checkpoint, {folder.name}. Going on from an "
                 "older one would mix two runs in one directory. Fix: a new run.dir (--run.dir runs/other) for the run "
@@ -95,6 +103,7 @@ def check_run(found: Found, now: Facts, allowed: Collection[str]) -> list[str]:
     notes = [f"going on from {found.path}, after step {found.manifest.step}"]
     notes += [f"passed over: {reason}" for reason in found.skipped]
     differing = differences(found.manifest.facts, now)
+    notes += [f"--allow {key}: nothing of that name differs" for key in allowed if key not in differing]
     refused = {key: text for key, text in differing.items() if key not in allowed}
     if "optim.name" in differing:
         raise Refused(

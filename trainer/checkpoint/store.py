@@ -45,9 +45,13 @@ class Store:
         skipped: list[str] = []
         for folder in self.folders():
             try:
-                return Found(folder, manifest.verify(folder), skipped)
+                found = manifest.verify(folder)
             except NoCheckpoint as damaged:
                 skipped.append(str(damaged))
+                continue
+            if found.step == step_of(folder):
+                return Found(folder, found, skipped)
+            skipped.append(f"{folder}: its manifest is of step {found.step}")
         latest = self.path / "latest"
         if latest.exists() and not skipped:
             skipped.append(f"{latest} names {latest.read_text(errors='replace').strip()!r}, which is not there")

@@ -29,19 +29,30 @@ class RunDirectory:
 
     def check(self) -> None:
         """Refused when the directory already holds a run, or cannot be written. Writes nothing."""
-        if self.path.exists() and not self.path.is_dir():
-            raise Refused(f"run.dir: {self.path} is a file, expected a directory. Fix: set run.dir to another path.")
-        above = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-            what = "cannot be written" if above.is_dir() else "is a file"
-            raise Refused(
-                f"run.dir: {self.path} cannot be created: {above} {what}. Fix: set run.dir to a path you can write."
-            )
+        self.check_writable()
         if self.holds_a_run():
             found = [name for name in RUN_FILES if (self.path / name).exists()]
             raise Refused(
                 f"run.dir: {self.path} already holds a run (found {', '.join(found)}), expected a new directory. "
                 "Fix: set run.dir to another path, or go on with that run: --resume auto."
+            )
+
+    def result(self) -> Path | None:
+        """``adapter/`` or ``model/``, where a run has come to its end."""
+        return next((self.path / name for name in ("adapter", "model") if (self.path / name).is_dir()), None)
+
+    def check_writable(self) -> None:
+        """Refused where the directory, or one of its folders, cannot be written."""
+        if self.path.exists() and not self.path.is_dir():
+            raise Refused(f"run.dir: {self.path} is a file, expected a directory. Fix: set run.dir to another path.")
+        for folder in (self.path, *(self.path / name for name in ("checkpoints", "rollouts", "samples"))):
+            if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+                raise Refused(f"run.dir: {folder} cannot be written. Fix: its permissions, or another run.dir.")
+        above = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            what = "cannot be written" if above.is_dir() else "is a file"
+            raise Refused(
+                f"run.dir: {self.path} cannot be created: {above} {what}. Fix: set run.dir to a path you can write."
             )
 
     def create(self) -> None:
