@@ -139,9 +139,9 @@ def test_b45_a_reward_that_fails_on_one_rank_stops_all(folder: Path) -> None:
     assert left(folder) == []
 
 
-def ended_by(number: signal.Signals, folder: Path, *more: str) -> Ended:
+def ended_by(number: signal.Signals, folder: Path, *more: str, before: tuple[str, ...] = ()) -> Ended:
     """Signalled after its first step."""
-    process = started(folder, (*ZERO_GRPO, "--run.steps", "5000", "--log.samples_every", "0", *more))
+    process = started(folder, (*before, *ZERO_GRPO, "--run.steps", "5000", "--log.samples_every", "0", *more))
     try:
         wait_for(lambda: (folder / "out/metrics.jsonl").exists() or process.poll() is not None)
         process.send_signal(number)
@@ -153,7 +153,9 @@ def ended_by(number: signal.Signals, folder: Path, *more: str) -> Ended:
 
 
 def test_ctrl_c_ends_all_ranks_and_is_recorded(folder: Path) -> None:
-    ended = ended_by(signal.SIGINT, folder, "--gpus", "2")
+    # As a shell script starts what it puts into the background.
+    ignored = ("bash", "-c", 'trap "" INT; exec "$@"', "-")
+    ended = ended_by(signal.SIGINT, folder, "--gpus", "2", before=ignored)
     assert (ended.code, ended.err) == (130, "") and "Traceback" not in ended.out
     assert ended.out.strip().splitlines()[-1].startswith("interrupted: Ctrl-C, after step ")
     assert (status(folder)["state"], status(folder)["exit_code"]) == ("interrupted", 130)

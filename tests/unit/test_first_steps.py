@@ -46,7 +46,7 @@ def test_a_run_shows_it_and_hands_it_on(tmp_path: Path, world: World, capsys: py
     before.begin(goes_on=False)
     before.step(*step(state))
     assert SAME not in capsys.readouterr().out
-    after.restore(json.loads(json.dumps(before.progress())))
+    after.restore(json.loads(json.dumps(before.progress())), goes_on=True)
     after.step(*step(state))
     assert SAME in capsys.readouterr().out
 

@@ -183,7 +183,8 @@ class _Job:
             self.asked.append(number)
 
         for number in ASKED_TO_END:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it for SIGHUP
+            # nohup means it. A shell without job control ignores SIGINT for everything in the background, unasked.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, note)
 
     def _sort(self, process: subprocess.Popen[str]) -> None:
