@@ -12,14 +12,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from trainer.evaluate import Score, rise
+from trainer.evaluate import Evaluation, Score, rise
 
 
 def scores(run: Path, kind: str) -> tuple[Score, Score]:
     """The first and the last held-out evaluation of a run."""
     files = sorted((run / "eval").glob("step-*.json"))
-    first, last = (json.loads(files[place].read_text())[kind] for place in (0, -1))
-    return Score(**first), Score(**last)
+    first, last = (Evaluation.of(json.loads(files[place].read_text())) for place in (0, -1))
+    return getattr(first, kind), getattr(last, kind)
 
 
 def summary(run: Path) -> dict[str, Any]:

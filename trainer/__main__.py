@@ -4,15 +4,16 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.errors import Refused, RunEnd
+from trainer.errors import Lost, Refused, RunEnd
 from trainer.launcher.handover import accept
-from trainer.launcher.speech import report
+from trainer.launcher.speech import WRAPPED, report
 from trainer.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -130,6 +131,11 @@ def ended(work: Callable[[], int]) -> int:
     """The exit code of ``work()``; what ends it early is said once, and last."""
     try:
         code = work()
+    except Lost as end:
+        report(end.exit_code, str(end))
+        if WRAPPED not in os.environ:  # the one who started the ranks knows more than any of them
+            _say(f"lost: rank {RANK} of host {socket.gethostname()} ended with {end}")
+        return end.exit_code
     except RunEnd as end:
         report(end.exit_code, str(end))
         _tell(f"{'refused' if end.exit_code in (2, 5) else 'stopped'}: {end}")
@@ -156,11 +162,15 @@ def _tell(message: str) -> None:
     """The last word, from rank 0 alone."""
     if RANK != 0:
         # Every rank meets the same mistake. The launcher ends all ranks as soon as one has left, and rank 0 has to
-        # speak
-        # before that.
+        # speak before that.
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(5)
-    elif report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    else:
+        _say(message)
+
+
+def _say(message: str) -> None:
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun ends with a report of its own, which has room for the message: there it is said last, and once.
         Path(report).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
     else:

@@ -26,6 +26,12 @@ class NoCheckpoint(RunEnd):
     exit_code = 5
 
 
+class Lost(RunEnd):
+    """A rank that this one waited for has gone, or hangs; nothing can be agreed any more."""
+
+    exit_code = 4
+
+
 class Preempted(RunEnd):
     """SIGTERM, from a scheduler or a launcher; the ranks have agreed where they stop."""
 

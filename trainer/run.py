@@ -11,7 +11,7 @@ from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.save import Checkpoints
 from trainer.checkpoint.store import Found
 from trainer.config import RunConfig
-from trainer.errors import Interrupted, NoCheckpoint, Preempted, RunEnd
+from trainer.errors import Interrupted, Lost, NoCheckpoint, Preempted, RunEnd
 from trainer.launcher import say
 from trainer.output import Output
 from trainer.preflight.facts import stage_of
@@ -21,7 +21,7 @@ from trainer.record.console import preflight_block
 from trainer.record.run_dir import RunState
 from trainer.state import State
 from trainer.train import save, together, train
-from trainer.world import World, connect, disconnect
+from trainer.world import World, connect, disconnect, failed_collective
 
 STATES: dict[type[RunEnd], RunState] = {Interrupted: "interrupted", Preempted: "preempted"}
 
@@ -55,8 +55,14 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
             _train(config, folder, world, wanted, begun)
         except Exception as error:
             _await_signal(error, world)
+            if said := failed_collective(error):
+                raise Lost(_lost(said, begun)) from error
             raise
         return 0
+    except Lost as end:
+        for run in begun:
+            run.output.end("lost", end.exit_code, str(end))
+        raise
     except RunEnd as end:
         for run in begun:
             _close(run, end)
@@ -133,7 +139,7 @@ def _found(config: RunConfig, world: World, wanted: Resume) -> tuple[Found | Non
 
 def _close(run: Run, end: RunEnd) -> None:
     """Saves what is whole, and says and records how the run ended. Every rank raised the same ``end``: a collective."""
-    newest = run.checkpoints.saved_step
+    state, newest = STATES.get(type(end), "stopped"), run.checkpoints.saved_step
     where = f"the newest checkpoint is that of step {newest}" if newest is not None else "there is no checkpoint"
     try:
         if folder := save(run.state, run.output, run.checkpoints):
@@ -141,12 +147,20 @@ def _close(run: Run, end: RunEnd) -> None:
     except RunEnd as failed:
         where = f"not saved: {failed}; {where}"
     finally:
-        run.output.end(STATES.get(type(end), "stopped"), end.exit_code, str(end))
-    state = STATES.get(type(end), "stopped")
+        run.output.end(state, end.exit_code, str(end))
     if run.output.world.is_main and type(end) in STATES:
         say(f"\n{state}: {end}, after step {run.state.step}; {where}.")
     elif run.output.world.is_main:
         say(f"\n{where}")
+
+
+def _lost(said: str, begun: Sequence[Run]) -> str:
+    if not begun:
+        return f"a collective that failed before the first step ({said}): another rank was lost or hangs."
+    run = begun[0]
+    saved = run.checkpoints.saved_step
+    fix = "There is no checkpoint." if saved is None else f"Fix: --resume auto goes on after step {saved}."
+    return f"a collective that failed in step {run.state.step + 1} ({said}): another rank was lost or hangs. {fix}"
 
 
 def _await_signal(error: Exception, world: World) -> None:

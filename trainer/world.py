@@ -96,6 +96,13 @@ def connect(device: str, *, timeout_seconds: float) -> World:
     return World(rank=rank, size=size, local_rank=local_rank, device=chosen)
 
 
+def failed_collective(error: Exception) -> str:
+    """What a collective said when another rank had gone, or did not come in time; "" of any other error."""
+    text = " ".join(str(error).split())
+    known = isinstance(error, dist.DistBackendError) or (isinstance(error, RuntimeError) and "gloo" in text)
+    return text[:300] if known else ""
+
+
 def disconnect() -> None:
     """Leaves the job. Safe to call when it was never joined."""
     if dist.is_initialized():

@@ -21,7 +21,7 @@ from trainer.__main__ import main
 from trainer.checkpoint.save import Checkpoints
 
 RANK = int(os.environ["RANK"])
-FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
 SECOND_SAVE = 2
 
 

@@ -34,6 +34,7 @@ def test_i3_b67_b72_six_steps_are_three_and_three_more(ranks: int, port: int, tm
     (tmp_path / "cells.json").write_text(json.dumps(CELLS + CONTROLS))
     straight = phase("straight", tmp_path, ranks, port)
     resumed = phase("resumed", tmp_path, ranks, port + 1)
+    assert (len(straight), len(resumed)) == (len(CELLS), len(CELLS + CONTROLS))
     for cell, one, other in zip(CELLS, straight, resumed, strict=False):
         assert one == other, cell
         prompts = [[row[0] for row in mine] for record in one["records"] for mine in record["completions"]]

@@ -51,7 +51,7 @@ def run(folder: Path, world: World, name: str) -> tuple[Path, PreTrainedModel]:
     step(state)
     export(state.policy, state.engine, world, run_dir, state.config)
     (run_dir / "config.toml").write_text(dump(state.config))
-    (run_dir / "run_status.json").write_text('{"state": "done"}')
+    (run_dir / "run_status.json").write_text('{"state": "done", "step": 1}')
     return run_dir, state.policy.causal
 
 

@@ -149,13 +149,17 @@ def _training(config: RunConfig, records: Records) -> list[str]:
         lines.append(f"step {records.step}: {', '.join(told)}")
     for one in records.evaluations:
         sampled, greedy = one["sampled"], one["greedy"]
-        lines.append(
-            f"held-out reward at step {one['step']}: {sampled['mean']:.4g} ± {sampled['stderr']:.2g} sampled, "
-            f"{greedy['mean']:.4g} ± {greedy['stderr']:.2g} greedy"
-        )
+        lines.append(f"held-out reward at step {one['step']}: {_score(sampled)} sampled, {_score(greedy)} greedy")
     installed = {package: installed_version(package) for package in PACKAGES}
     lines.append("versions: " + ", ".join(f"{package} {found}" for package, found in installed.items() if found))
     return lines
+
+
+def _score(one: dict[str, Any]) -> str:
+    """Mean and standard error; either may not exist, with no prompt scored, or a single one."""
+    if one["mean"] is None:
+        return "none scored"
+    return f"{one['mean']:.4g}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.2g}")
 
 
 def _checked(kind: str, verified: Verified) -> str:

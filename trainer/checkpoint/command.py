@@ -16,12 +16,12 @@ from trainer.checkpoint.ollama import write_modelfile
 from trainer.checkpoint.store import STEP, Store
 from trainer.checkpoint.weights import kind
 from trainer.config import RunConfig, load
-from trainer.errors import NoCheckpoint, Refused
+from trainer.errors import NoCheckpoint, Refused, Stopped
 from trainer.launcher import say
 from trainer.models.fingerprint import fingerprint
 from trainer.models.merge import merge
 from trainer.models.policy import REFERENCE_ADAPTER, Policy, load_config, load_policy, load_tokenizer
-from trainer.record.run_dir import RunDirectory
+from trainer.record.run_dir import RunDirectory, check_can_write
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that a run computes in."""
@@ -58,6 +58,7 @@ def export_checkpoint(asked: Path, out: Path, overrides: Sequence[str] = (), opt
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"export: {out} exists and is not an empty folder; nothing is overwritten. Fix: another OUT.")
+    check_can_write(out, "OUT of export")
     source = find(asked)
     config = load(str(source.config_file), overrides)
     _check_options(source, options)
@@ -66,7 +67,10 @@ def export_checkpoint(asked: Path, out: Path, overrides: Sequence[str] = (), opt
     if options.merge:
         policy, gap = merge(policy)
         say(f"merged in fp32: logits within {gap:.2g} of the largest; written as {_name(policy.dtype)}")
-    verified = deliver(policy, out, config, read_records(source.run_dir, source.step), merged=options.merge)
+    try:
+        verified = deliver(policy, out, config, read_records(source.run_dir, source.step), merged=options.merge)
+    except OSError as error:
+        raise Stopped(f"export: {out} cannot be written: {error}. Fix: another OUT, or more room.") from error
     say(
         f"loaded again and compared: {verified.tensors} tensors equal bit for bit, logits within {verified.gap:.2g} of "
         f"the largest (allowed: {verified.allowed:g})"

@@ -238,6 +238,8 @@ class _Job:
         status = self._status()
         if code == LOST and self.asked and (status.get("state") != "running" or self.asked[0] == signal.SIGINT):
             code, message = ASKED_TO_END[signal.Signals(self.asked[0])], "ended as asked; nothing was saved."
+        if code == LOST and any((self.run_dir / "checkpoints").glob("step-*")):
+            message += " Fix: the same command with --resume auto goes on from the newest checkpoint."
         log = self._keep_log(code)
         if status.get("state") in ("running", "lost") and code in (LOST, 130):
             self._record(

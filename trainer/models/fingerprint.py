@@ -19,10 +19,12 @@ def fingerprint(causal: nn.Module) -> str:
     another start adapter apart.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted(causal.named_parameters()):
+    named = causal.named_parameters()
+    for name, parameter in sorted(named, key=lambda pair: pair[0].replace(".base_layer.", ".")):
         if "lora_" in name and f".{REFERENCE_ADAPTER}." not in name:
             continue
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // ELEMENTS)].float().cpu()
-        digest.update(f"{name} {tuple(parameter.shape)} ".encode() + sample.numpy().tobytes())
+        base = name.replace(".base_layer.", ".")  # PEFT's level around an adapted layer
+        digest.update(f"{base} {tuple(parameter.shape)} ".encode() + sample.numpy().tobytes())
     return digest.hexdigest()

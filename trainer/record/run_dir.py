@@ -43,17 +43,9 @@ class RunDirectory:
 
     def check_writable(self) -> None:
         """Refused where the directory, or one of its folders, cannot be written."""
-        if self.path.exists() and not self.path.is_dir():
-            raise Refused(f"run.dir: {self.path} is a file, expected a directory. Fix: set run.dir to another path.")
-        for folder in (self.path, *(self.path / name for name in ("checkpoints", "rollouts", "samples"))):
-            if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-                raise Refused(f"run.dir: {folder} cannot be written. Fix: its permissions, or another run.dir.")
-        above = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-            what = "cannot be written" if above.is_dir() else "is a file"
-            raise Refused(
-                f"run.dir: {self.path} cannot be created: {above} {what}. Fix: set run.dir to a path you can write."
-            )
+        check_can_write(self.path, "run.dir")
+        for name in ("checkpoints", "rollouts", "samples"):
+            check_can_write(self.path / name, "run.dir")
 
     def create(self) -> None:
         """Checks, then makes the directory with its folders."""
@@ -166,6 +158,16 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+
+
+def check_can_write(path: Path, key: str) -> None:
+    """Refused where the folder ``path``, the value of ``key``, cannot be written, or cannot be made."""
+    if path.exists() and not path.is_dir():
+        raise Refused(f"{key}: {path} is a file, expected a directory. Fix: set {key} to another path.")
+    above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        what = "cannot be written" if above.is_dir() else "is a file"
+        raise Refused(f"{key}: {path} cannot be created: {above} {what}. Fix: set {key} to a path you can write.")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
