@@ -99,8 +99,9 @@ def connect(device: str, *, timeout_seconds: float) -> World:
 def failed_collective(error: Exception) -> str:
     """What a collective said when another rank had gone, or did not come in time; "" of any other error."""
     text = " ".join(str(error).split())
-    known = isinstance(error, dist.DistBackendError) or (isinstance(error, RuntimeError) and "gloo" in text)
-    return text[:300] if known else ""
+    # gloo raises a bare RuntimeError, as its monitored barrier does when TORCH_DISTRIBUTED_DEBUG asks for one.
+    of_gloo = isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "monitoredBarrier"))
+    return text[:300] if of_gloo or isinstance(error, dist.DistBackendError) else ""
 
 
 def disconnect() -> None:

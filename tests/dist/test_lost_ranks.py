@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.launch import run_ranks
 from tests.dist.test_launch import RUN, ZERO_GRPO, left, started, wait_for
 from tests.tiny_run import write_run
 
@@ -77,3 +78,30 @@ def test_ranks_do_not_outlive_the_command(training: subprocess.Popen[str], tmp_p
     training.kill()
     training.wait()
     wait_for(lambda: left(tmp_path) == [], seconds=10)
+
+
+HANGS = """
+import time
+
+def hang(context):
+    if context.world_rank == 1 and context.step == 1:
+        time.sleep(30)
+"""
+
+
+def test_b35_a_rank_that_hangs_is_told_with_rank_and_step(tmp_path: Path) -> None:
+    """Without our launcher: every rank says what it met, and ends with the code of its own."""
+    write_run(tmp_path)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    (tmp_path / "run.toml").write_text(RUN + '[hooks]\nbefore_rollout = ["hangs:hang"]\n')
+    arguments = ["-m", "trainer", "train", "run.toml", "--checkpoint.every", "1"]
+    arguments += ["--watch.hang_timeout", "10", "--reward.score.timeout", "5"]
+    usual = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    waiting, hanging = run_ranks(arguments, 2, 29741, folder=tmp_path, timeout=120, **usual)
+    assert waiting.code == 4 and "Traceback" not in waiting.output, waiting.output[-3000:]
+    (said,) = [line for line in waiting.output.splitlines() if line.startswith("lost: ")]
+    assert said.startswith("lost: rank 0 of host ") and " in step 2 (" in said and "Timed out" in said
+    assert said.endswith("Fix: --resume auto goes on after step 1.")
+    status = json.loads((tmp_path / "out/run_status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("lost", 4, 1)
+    assert hanging.code != 0
