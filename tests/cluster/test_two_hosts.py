@@ -174,6 +174,27 @@ def test_two_hosts_train_as_one_does(hosts: Hosts) -> None:
         assert one == pytest.approx(other, abs=1e-6)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_demo_over_two_hosts_is_the_demo_on_one(hosts: Hosts) -> None:
+    """launch/recipes/demo.toml as it is, for 3 of its 100 steps, with both of its held-out evaluations."""
+    make = (sys.executable, str(ROOT / "tools/tiny_model.py"), ".cache/demo-model")
+    assert run(hosts, *make).code == 0
+    recipe = str(ROOT / "launch/recipes/demo.toml")
+    short = ("--run.steps", "3", "--engine.device", "cpu")
+    over_hosts = run(hosts, *MULTINODE, "hosts.txt", recipe, *short, "--run.dir", "demo-hosts")
+    assert over_hosts.code == 0, over_hosts.out
+    alone = run(hosts, *TRAIN[:-1], recipe, *short, "--gpus", "2", "--run.dir", "demo-alone")
+    assert alone.code == 0, alone.out
+    ours, theirs = (numbers(hosts.folder / name / "metrics.jsonl") for name in ("demo-hosts", "demo-alone"))
+    assert len(ours) == 3
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
+    last = "eval/step-000003.json"
+    assert (hosts.folder / "demo-hosts" / last).read_text() == (hosts.folder / "demo-alone" / last).read_text()
+    assert nothing_left(hosts)
+
+
 RESUMABLE = ("--checkpoint.every", "1", "--log.samples_every", "0", "--resume", "auto")
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
+from tests.tiny import tiny_qwen2
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.manifest import Facts, Manifest
 from trainer.checkpoint.store import Found, Store
 from trainer.errors import NoCheckpoint, Refused
+from trainer.models.fingerprint import fingerprint
 from trainer.record.run_dir import RunDirectory
 
 FACTS = Facts(
@@ -256,6 +259,17 @@ def test_another_run_is_not_overwritten_by_a_branch(tmp_path: Path) -> None:
     (tmp_path / "two/metrics.jsonl").write_text("")
     with pytest.raises(Refused, match="already holds a run"):
         resume.locate(str(folder), tmp_path / "two")
+
+
+def test_the_base_is_the_same_whatever_is_trained_on_it() -> None:
+    """So that another rank is told by its own name, and not by a model that had changed."""
+    full = fingerprint(tiny_qwen2())
+    adapted = tiny_qwen2()
+    get_peft_model(adapted, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert fingerprint(adapted) == full
+    with torch.no_grad():
+        adapted.model.layers[0].self_attn.q_proj.base_layer.weight[0, 0] += 1
+    assert fingerprint(adapted) != full
 
 
 def found_with(facts: Facts) -> Found:
