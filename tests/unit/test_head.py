@@ -6,6 +6,7 @@ from torch import nn
 
 from trainer.models import head
 from trainer.models.head import ChunkedHead
+from trainer.record.memory import PeakMemory
 
 
 def naive(hidden, weight, targets, temperature, reference_hidden, reference_weight):
@@ -93,3 +94,21 @@ def test_b89_the_full_vocabulary_never_stands_in_memory() -> None:
     assert largest <= head.CHUNK_BYTES
     expected = (hidden @ lm_head.weight.T).log_softmax(-1)[torch.arange(rows), torch.arange(rows)]
     torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_b89_the_estimate_at_the_start_is_what_scoring_holds(exact: bool) -> None:
+    """Counted on 151,936 columns: several chunks, forward and backward."""
+    vocabulary, width, rows = 151_936, 4, 512
+    weight = torch.randn(vocabulary, width)
+    lm_head = nn.Linear(width, vocabulary, bias=False).requires_grad_(False)
+    hidden = torch.randn(rows, width, requires_grad=True)
+    reference = (torch.randn(rows, width), weight) if exact else (None, None)
+    with PeakMemory(torch.device("cpu")) as memory:
+        memory.take_peak()
+        before = memory.take_peak()
+        logps, _, kl = ChunkedHead(lm_head, 1.0)(hidden, torch.arange(rows), *reference)
+        (logps + kl).sum().backward()
+        held = memory.take_peak() - before
+    assert held / head.peak_bytes(vocabulary, rows, exact=exact) == pytest.approx(1, abs=0.06)
+    assert head.whole_bytes(vocabulary, 4096) > 20 * held

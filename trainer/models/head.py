@@ -14,6 +14,25 @@ CHUNK_BYTES = 64 * 2**20
 """Size of one fp32 chunk of logits; a few of them are alive at once."""
 
 
+COPIES = {False: 4, True: 6}
+"""fp32 copies of a chunk alive at the peak, without and with the exact KL; counted in tests/unit/test_head.py."""
+
+
+def peak_bytes(columns: int, tokens: int, *, exact: bool) -> int:
+    """Most bytes that scoring so many tokens holds at once, beside hidden states and weights."""
+    return COPIES[exact] * 4 * columns * min(tokens, chunk_rows(columns))
+
+
+def whole_bytes(columns: int, tokens: int) -> int:
+    """What a plain log-softmax over all of them would hold in bf16 training: logits and their gradient in 2 bytes;
+    their fp32 copy, its log-softmax and its gradient in 4."""
+    return (2 + 2 + 4 + 4 + 4) * columns * tokens
+
+
+def chunk_rows(columns: int) -> int:
+    return max(1, CHUNK_BYTES // (4 * columns))
+
+
 def token_terms(
     hidden: Tensor,
     weight: Tensor,
@@ -58,7 +77,7 @@ class ChunkedHead(nn.Module):
         """
         if reference_hidden is not None and reference_weight is None:
             reference_weight = self.weight
-        rows = max(1, CHUNK_BYTES // (4 * self.weight.shape[0]))
+        rows = chunk_rows(self.weight.shape[0])
         parts = []
         for start in range(0, len(targets), rows):
             chunk = slice(start, start + rows)

@@ -18,6 +18,7 @@ from trainer.data.stops import StopIds, declared_eos, stop_ids
 from trainer.engine import ZeroEngine
 from trainer.errors import Refused
 from trainer.launcher import say
+from trainer.models.head import peak_bytes, whole_bytes
 from trainer.models.policy import (
     Policy,
     load_config,
@@ -139,6 +140,9 @@ def load_models(checked: Checked, world: World) -> Models:
     )
     scorer = TokenScorer(policy.causal, config.rollout.temperature).to(world.device)
     check_head(scorer)
+    checked.notes.append(
+        _head_note(scorer.head.weight.shape[0], _token_budget(config, world), config.grpo.kl.estimator)
+    )
     reference = None
     if config.grpo.kl.coef or config.grpo.kl.schedule == "adaptive":
         reference = make_reference(
@@ -173,7 +177,6 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     engine = ZeroEngine(models.scorer, config.optim, checked.deepspeed, world)
     # Train mode is what gradient checkpointing is tied to; there is no dropout left that it could switch on.
     engine.module.train()
-    budget = config.engine.token_budget
     random_states.seed(config.run.seed + world.rank)
     return State(
         config=config,
@@ -187,7 +190,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
         prompts=checked.prompts.train,
         eval_prompts=checked.prompts.eval,
         steps=checked.steps,
-        token_budget=AUTO_TOKENS[world.device.type] if budget == "auto" else budget,
+        token_budget=_token_budget(config, world),
         memory=PeakMemory(world.device),
         facts=models.facts,
         notes=checked.notes,
@@ -198,6 +201,20 @@ def _tell(world: World, phase: str) -> None:
     """A line as a phase begins: each may take minutes with a large model."""
     if world.is_main:
         say(f"{phase} ...")
+
+
+def _token_budget(config: RunConfig, world: World) -> int:
+    budget = config.engine.token_budget
+    return AUTO_TOKENS[world.device.type] if budget == "auto" else budget
+
+
+def _head_note(columns: int, tokens: int, estimator: str) -> str:
+    chunked = peak_bytes(columns, tokens, exact=estimator == "exact") / 2**30
+    whole = whole_bytes(columns, tokens) / 2**30
+    return (
+        f"a pass of {tokens} tokens scores {columns} columns in chunks: {chunked:.2f} GiB at its peak, where whole "
+        f"logits would take {whole:.1f} (of an A10's 24 GB about 22 can be used)"
+    )
 
 
 def _steps(config: RunConfig, prompts: int) -> int:
