@@ -24,6 +24,7 @@ from trainer.config.mistakes import mistakes
 from trainer.config.problems import Problem
 from trainer.config.rules import broken
 from trainer.errors import Refused
+from trainer.interrupts import leave
 from trainer.launcher import say
 from trainer.record.run_dir import RunDirectory
 
@@ -259,4 +260,4 @@ def no_reward(flags: dict[str, str], config: RunConfig, path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(ended(lambda: start(sys.argv[1:])))
+    leave(ended(lambda: start(sys.argv[1:])))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.errors import Lost, Refused, RunEnd
+from trainer.interrupts import leave
 from trainer.launcher.handover import accept
 from trainer.launcher.speech import WRAPPED, report
 from trainer.quiet import quiet_libraries
@@ -114,8 +115,13 @@ def keys(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def run_command() -> NoReturn:
+    """Entry of ``zero-grpo`` and of ``python -m trainer``."""
+    leave(main())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of ``zero-grpo`` and of ``python -m trainer``; returns the exit code."""
+    """A command from its words to its exit code."""
     return ended(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
 
 
@@ -257,4 +263,4 @@ def _without_local_rank(argv: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command()

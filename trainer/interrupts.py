@@ -1,11 +1,16 @@
-"""SIGTERM and Ctrl-C: at once while a run starts, at the next safe point of all ranks while it trains.
+"""How a process ends. By SIGTERM and Ctrl-C: at once while a run starts, while it trains at a safe point of all ranks.
 
 Signals belong to the process, and so does this state.
 """
 
+import atexit
+import contextlib
+import os
 import signal
+import sys
 import time
 from types import FrameType
+from typing import NoReturn
 
 from trainer.errors import Interrupted, Preempted, RunEnd
 
@@ -55,6 +60,20 @@ def check() -> None:
 def asked() -> tuple[type[RunEnd], str]:
     """What a KeyboardInterrupt was: the kind of end, and who asked for it."""
     return KINDS[_received[0] if _received else signal.SIGINT]
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with ``code``, without taking the interpreter down.
+
+    A thread of gloo lets go of the tensors of the last collective some time after it, for which it needs the GIL. One
+    that asks a finalizing interpreter for it is ended by it, in the middle of a destructor, and the process with it:
+    "terminate called without an active exception", code -6, of a run that was done.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):  # `zero-grpo keys | head`
+            stream.flush()
+    os._exit(code)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

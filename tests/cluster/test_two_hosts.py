@@ -219,7 +219,8 @@ def test_all_processes_of_one_host_killed(hosts: Hosts) -> None:
         process.kill()
     assert process.returncode == 4, out
     last = out.strip().splitlines()
-    assert last[-2] == "lost: rank 1 of host hostb ended, or its connection did."
+    fix = "Fix: the same command with --resume auto goes on from the newest checkpoint."
+    assert last[-2] == f"lost: rank 1 of host hostb ended, or its connection did. {fix}"
     assert last[-1].endswith("killed/launcher.log") and "Traceback" not in out
     found = status(hosts.folder / "killed")
     assert (found["state"], found["exit_code"]) == ("lost", 4) and "hostb" in str(found["reason"])

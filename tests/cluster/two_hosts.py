@@ -101,7 +101,10 @@ class Hosts:
 
     def popen(self, host: str, command: Sequence[str], folder: Path, **settings: Any) -> subprocess.Popen[str]:
         """A command on a host, with its name, network and mounts."""
-        inside = ["nsenter", "-t", str(self.sshd[host].pid), "-m", "-u", "-n", f"--wd={folder}", "--", *command]
+        # By a shell inside: nsenter's own --wd opens the folder before it enters the host's mounts, and a file there
+        # cannot be renamed to one that is named by its path.
+        enter = ("bash", "-c", 'cd "$1" && shift && exec "$@"', "-", str(folder))
+        inside = ["nsenter", "-t", str(self.sshd[host].pid), "-m", "-u", "-n", "--", *enter, *command]
         return subprocess.Popen(inside, text=True, **settings)
 
     def processes(self, host: str) -> list[int]:

@@ -18,6 +18,7 @@ from tests.tiny_run import start, step, weights
 from trainer.checkpoint.export import export, write_weights
 from trainer.engine import ZeroEngine
 from trainer.errors import Stopped
+from trainer.interrupts import leave
 from trainer.world import World, connect, disconnect
 
 Found = dict[str, Any]
@@ -89,3 +90,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -22,6 +22,7 @@ from tests.dist.faults_zero3 import (
 )
 from tests.tiny_run import distance, ragged, start, step, weights
 from trainer.errors import RunEnd
+from trainer.interrupts import leave
 from trainer.measure import all_reduced
 from trainer.output import Output
 from trainer.record.metrics import Sums
@@ -233,3 +234,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -19,6 +19,7 @@ import trainer.train
 from tests.dist.plain import Update, plain_update
 from tests.dist.recorded import move_away, run_config
 from trainer.engine import ZeroEngine
+from trainer.interrupts import leave
 from trainer.models.policy import adapter_off
 from trainer.preflight.prepare import Models, check, load_models, start_engine
 from trainer.record.rollout_rows import read_rollouts
@@ -129,3 +130,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -19,6 +19,7 @@ import torch
 
 from trainer.__main__ import main
 from trainer.checkpoint.save import Checkpoints
+from trainer.interrupts import leave
 
 RANK = int(os.environ["RANK"])
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
@@ -79,4 +80,4 @@ def run(events: str, rank: int, point: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    leave(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))

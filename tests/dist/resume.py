@@ -13,6 +13,7 @@ from tests.tiny_run import PROMPTS, run_config, step, weights
 from trainer.checkpoint import resume
 from trainer.checkpoint.save import Checkpoints
 from trainer.config import RunConfig
+from trainer.interrupts import leave
 from trainer.preflight.prepare import check, load_models, start_engine
 from trainer.state import State
 from trainer.world import World, connect
@@ -125,3 +126,4 @@ def main() -> None:
 assert len(PROMPTS) % 3, "an epoch must end inside of a step"
 if __name__ == "__main__":
     main()
+    leave(0)

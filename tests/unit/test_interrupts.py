@@ -70,3 +70,23 @@ def test_a_signal_during_an_exec_of_text_keeps_the_exit_code(tmp_path: Path) -> 
     root = Path(__file__).parents[2]
     ended = subprocess.run([sys.executable, "-m", "rank"], cwd=tmp_path, env={"PYTHONPATH": str(root)}, check=False)
     assert ended.returncode == 75
+
+
+def test_a_process_leaves_with_its_code_and_no_finalizer_of_the_interpreter() -> None:
+    """What is buffered and what asked to be done at exit is; a thread that still runs cannot change the code."""
+    program = """if True:
+        import atexit, threading, time
+        from trainer.interrupts import leave
+
+        class Finalized:
+            def __del__(self):
+                print("torn down")
+
+        kept = Finalized()
+        atexit.register(print, "at exit")
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        print("buffered")
+        leave(3)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "buffered\nat exit\n", "")
