@@ -52,6 +52,9 @@ class Completion:
     advantage: float = 0.0
 
 
+Groups = tuple[tuple[int, tuple[int, ...]], ...]
+
+
 class PackedRows(NamedTuple):
     """What one forward pass reads: rows of tokens, and which hidden states predict which target.
 
@@ -70,6 +73,15 @@ class PackedRows(NamedTuple):
     """(N,) int64, token ids."""
     completion: Tensor
     """(N,) int64, which completion of the micro-batch a scored token belongs to, 0 .. C-1, ascending."""
+    groups: Groups = ()
+    """How one row (R = 1) is packed: of each group the length of its prompt, then those of its completions that follow
+    it. Empty: every row is a sequence of its own."""
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What the model's layers hand on to the attention of packed groups; nothing without groups, which every
+        architecture takes."""
+        return {"groups": self.groups} if self.groups else {}
 
 
 class TokenScores(NamedTuple):

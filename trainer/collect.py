@@ -10,13 +10,14 @@ from trainer.batch import Completion, Prompt
 from trainer.record.metrics import Sums
 from trainer.record.rollout_rows import read_rollouts
 from trainer.rewards.runtime import total_reward
-from trainer.rollout.hf import Group
+from trainer.rollout.decoder import Group
 from trainer.state import State
 from trainer.world import World
 
 
 def share(prompts: list[Prompt], world: World) -> list[Group]:
-    """This rank's groups. A group stays on one rank, so that its statistics need no communication."""
+    """This rank's groups, dealt out. One rank samples and scores a group, so that its statistics need no communication;
+    which rank trains it is decided when lengths are known (balance.py)."""
     return [Group(place, prompt) for place, prompt in enumerate(prompts)][world.rank :: world.size]
 
 

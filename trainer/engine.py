@@ -197,4 +197,6 @@ def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, off
             ) from error
     if optim.name == "sgd":
         return torch.optim.SGD(trained, lr=optim.lr, weight_decay=optim.weight_decay)
-    return torch.optim.AdamW(trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    return torch.optim.AdamW(
+        trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainer.batch import Completion, Prompt
-from trainer.rollout.hf import Decoder, Group
+from trainer.rollout.decoder import Decoder, Group
 from trainer.world import World
 
 

@@ -12,7 +12,7 @@ from trainer.models.policy import Policy
 from trainer.models.reference import Reference
 from trainer.record.memory import PeakMemory
 from trainer.rewards.runtime import RewardRuntime
-from trainer.rollout.hf import Decoder, Group
+from trainer.rollout.decoder import Decoder, Group
 from trainer.rollout.hooks import Hook, HookContext
 from trainer.world import World
 
@@ -46,6 +46,8 @@ class State:
     eval_prompts: list[Prompt]
     steps: int
     """Rollout steps of the whole run."""
+    shared_prompts: bool
+    """Training and reference passes hold a group's prompt once."""
     token_budget: int
     memory: PeakMemory
     facts: Facts

@@ -14,20 +14,24 @@ from trainer.data.order import prompts_for_step
 from trainer.errors import RunEnd
 from trainer.evaluate import Evaluation, answer_and_score, gathered
 from trainer.measure import Stopwatch, measure_rollout, step_metrics
-from trainer.minibatch import make_micro_batches
 from trainer.output import Output
 from trainer.record.metrics import Sums
-from trainer.rollout.hf import Group
+from trainer.rollout.decoder import Group
 from trainer.rollout.hooks import run_hooks
 from trainer.state import State
 from trainer.update import (
+    ask_reference,
     charge_kl_to_rewards,
     control_kl,
     global_count,
+    kl_in_loss,
+    kl_in_reward,
     micro_batch_loss,
     note_unmoved_adapters,
+    passes,
     set_kl_coefficient,
     take_step,
+    with_gradient,
 )
 from trainer.world import World
 
@@ -57,30 +61,21 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     together(world, lambda: score(state, completions, sums))
     clock.lap("reward")
 
-    # 3. What the reference says of the same tokens; then advantages within each group.
-    batches = make_micro_batches(
-        trained(completions, config.grpo.mask_truncated),
-        loss_type=config.grpo.loss_type,
-        micro_batch=config.engine.micro_batch,
-        token_budget=state.token_budget,
-        pad_id=state.decoder.tokenizer.pad_token_id,
-        recorded_sampler=bool(config.rollout.replay),
-        world=world,
-    )
-    if state.reference is not None:
-        for batch in batches:
-            batch.reference = state.reference.score(state.engine, batch.rows, exact=config.grpo.kl.estimator == "exact")
-        if config.grpo.kl.placement == "reward":
-            charge_kl_to_rewards(state, batches)
+    # 3. Advantages within each group; then what the reference says of the tokens to train. N counts skipped ones, too.
+    trainable = trained(completions, config.grpo.mask_truncated)
+    if kl_in_reward(state):
+        charge_kl_to_rewards(state, trainable, sums)
     set_advantages(state, completions)
+    count = global_count(state, trainable)
+    batches = passes(state, with_gradient(state, trainable))
+    for batch in batches if kl_in_loss(state) else ():
+        ask_reference(state, batch)
     clock.lap("reference")
 
     # 4. The updates: a sum over this rank's tokens, divided once by a count over all ranks.
-    for update in range(config.grpo.updates_per_rollout):
-        count = global_count(state, batches)
-        if count == 0:
-            state.notes.append(f"step {state.step + 1}: no completion to train on, on any rank; no update")
-            break
+    if count == 0:
+        state.notes.append(f"step {state.step + 1}: no completion to train on, on any rank; no update")
+    for update in range(config.grpo.updates_per_rollout if count else 0):
         for number, batch in enumerate(batches):
             if update == 0:  # until here no weight has moved
                 together(world, interrupts.check)

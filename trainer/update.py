@@ -9,19 +9,56 @@ from torch import Tensor
 from trainer.algorithm.kl import sampled_kl, weigh_by_ratio
 from trainer.algorithm.loss import normaliser, per_completion_sum, policy_objective
 from trainer.algorithm.schedules import adapted_coefficient, kl_coefficient, learning_rate
-from trainer.batch import TokenScores
+from trainer.batch import Completion, TokenScores
 from trainer.errors import Stopped
-from trainer.minibatch import MicroBatch
+from trainer.minibatch import MicroBatch, make_micro_batches
 from trainer.models.scorer import token_scores
 from trainer.record.metrics import Sums
 from trainer.state import State
 
 
-def global_count(state: State, batches: Sequence[MicroBatch]) -> float:
-    """N of the optimizer step: counted over all ranks before anything is divided."""
-    completions = [completion for batch in batches for completion in batch.completions]
+def kl_in_loss(state: State) -> bool:
+    return state.reference is not None and state.config.grpo.kl.placement == "loss"
+
+
+def kl_in_reward(state: State) -> bool:
+    return state.reference is not None and state.config.grpo.kl.placement == "reward"
+
+
+def global_count(state: State, completions: Sequence[Completion]) -> float:
+    """N of the optimizer step: all that is trained, over all ranks, counted before anything is skipped or divided."""
     tokens, count = state.world.all_reduce_sum([sum(len(c.ids) for c in completions), len(completions)])
     return normaliser(int(tokens), int(count), state.config.rollout.max_new_tokens, state.config.grpo.loss_type)
+
+
+def with_gradient(state: State, completions: Sequence[Completion]) -> Sequence[Completion]:
+    """Those that the loss has a gradient of: without a KL term in it, the ones whose advantage is not 0.
+
+    A group of equal rewards, say, has the gradient 0 exactly. The update is the same as with it: N has counted it, and
+    the optimizer takes its step. (A schedule's coefficient of 0 skips nothing, since the KL is measured all the same.)
+    """
+    return completions if kl_in_loss(state) else [one for one in completions if one.advantage != 0]
+
+
+def passes(state: State, completions: Sequence[Completion]) -> list[MicroBatch]:
+    """Forward and backward passes over the completions of all ranks, as many on every rank."""
+    return make_micro_batches(
+        completions,
+        loss_type=state.config.grpo.loss_type,
+        micro_batch=state.config.engine.micro_batch,
+        token_budget=state.token_budget,
+        pad_id=state.decoder.tokenizer.pad_token_id,
+        shared=state.shared_prompts,
+        recorded_sampler=bool(state.config.rollout.replay),
+        world=state.world,
+    )
+
+
+def ask_reference(state: State, batch: MicroBatch) -> None:
+    """What the reference says of the same tokens."""
+    assert state.reference is not None
+    exact = state.config.grpo.kl.estimator == "exact"
+    batch.reference = state.reference.score(state.engine, batch.rows, exact=exact)
 
 
 def micro_batch_loss(state: State, batch: MicroBatch, sums: Sums, *, first: bool) -> Tensor:
@@ -41,14 +78,17 @@ def micro_batch_loss(state: State, batch: MicroBatch, sums: Sums, *, first: bool
         dual_clip=grpo.dual_clip,
     )
     loss = objective.loss
-    if batch.reference is not None and grpo.kl.placement == "loss":
+    if kl_in_loss(state):
         kl = kl_of(state, batch, scores)
         if grpo.kl.ratio_weighted:
             kl = weigh_by_ratio(kl, objective.ratio, grpo.kl.estimator)
         loss = loss + state.kl_coefficient * kl
     loss_sum = (batch.weights * loss).sum()
     if batch.completions:
-        measure_pass(state, batch, scores, objective.clipped, loss_sum, sums, first=first)
+        measure_pass(state, batch, objective.clipped, loss_sum, sums, first=first)
+        # Measured before the update, so that step 1 shows a KL of 0; by charge_kl_to_rewards where that has come first.
+        if first and not kl_in_reward(state):
+            measure_policy(state, batch, scores, sums)
     if state.config.grpo.updates_per_rollout > 1 and batch.old_logps is None:
         batch.old_logps = scores.logps.detach()
     return loss_sum
@@ -74,13 +114,21 @@ def kl_of(state: State, batch: MicroBatch, scores: TokenScores) -> Tensor:
 
 
 @torch.no_grad()
-def charge_kl_to_rewards(state: State, batches: Sequence[MicroBatch]) -> None:
+def charge_kl_to_rewards(state: State, completions: Sequence[Completion], sums: Sums) -> None:
     """``placement = "reward"``: coefficient * sum of a completion's KL, by the policy before its update."""
-    for batch in batches:
-        kl = kl_of(state, batch, forward(state, batch))
-        charges = state.kl_coefficient * per_completion_sum(kl, batch.rows.completion, max(1, len(batch.completions)))
-        for completion, charge in zip(batch.completions, charges.tolist(), strict=bool(batch.completions)):
-            completion.kl_penalty = charge
+    charges: dict[tuple[int, int], float] = {}
+    for batch in passes(state, completions):
+        ask_reference(state, batch)
+        scores = forward(state, batch)
+        if batch.completions:
+            measure_policy(state, batch, scores, sums)
+            kl = per_completion_sum(kl_of(state, batch, scores), batch.rows.completion, len(batch.completions))
+            keys = [(completion.group, completion.generation) for completion in batch.completions]
+            charges |= dict(zip(keys, (state.kl_coefficient * kl).tolist(), strict=True))
+    # The rank that passed over a completion need not be the one that sampled it.
+    everyones = {key: charge for part in state.world.gather_objects(charges) for key, charge in part.items()}
+    for completion in completions:
+        completion.kl_penalty = everyones[completion.group, completion.generation]
 
 
 def take_step(state: State, sums: Sums) -> None:
@@ -162,17 +210,20 @@ def control_kl(state: State, measured_kl: float | None) -> None:
 
 @torch.no_grad()
 def measure_pass(
-    state: State, batch: MicroBatch, scores: TokenScores, clipped: Tensor, loss_sum: Tensor, sums: Sums, *, first: bool
+    state: State, batch: MicroBatch, clipped: Tensor, loss_sum: Tensor, sums: Sums, *, first: bool
 ) -> None:
     """Sums and counts of one pass, as Python floats: a tensor kept for the log would keep its graph alive."""
-    tokens = len(batch.rows.targets)
     if not math.isfinite(loss := float(loss_sum)):
         state.nonfinite_losses.append(f"rank {state.world.rank}: loss {loss}")
-    sums.add("clip_fraction", float(clipped.sum()), tokens)
-    if not first:
-        return
-    # Measured before the update, so that step 1 shows a KL of 0.
-    sums.add("loss", loss, 0)
+    sums.add("clip_fraction", float(clipped.sum()), len(batch.rows.targets))
+    if first:
+        sums.add("loss", loss, 0)
+
+
+@torch.no_grad()
+def measure_policy(state: State, batch: MicroBatch, scores: TokenScores, sums: Sums) -> None:
+    """What the policy says of the tokens of one pass, as Python floats too."""
+    tokens = len(batch.rows.targets)
     sums.add("entropy", float(scores.entropy.double().sum()), tokens)
     if batch.reference is not None:
         kl = kl_of(state, batch, scores).double()

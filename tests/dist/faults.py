@@ -26,7 +26,7 @@ from trainer.interrupts import leave
 from trainer.measure import all_reduced
 from trainer.output import Output
 from trainer.record.metrics import Sums
-from trainer.rollout.hf import Group
+from trainer.rollout.decoder import Group
 from trainer.rollout.hooks import HookContext
 from trainer.state import State
 from trainer.world import World, connect, disconnect

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,8 @@ from tests.tiny_run import distance, start, step, weights
 from trainer.batch import Prompt
 from trainer.checkpoint.export import export
 from trainer.config.grpo import Rollout
-from trainer.rollout.hf import Decoder, Group
+from trainer.rollout.decoder import Group
+from trainer.rollout.hf import HfDecoder
 from trainer.rollout.sampling import NoiseKey
 from trainer.world import World
 
@@ -60,9 +62,7 @@ def gathers_of_a_rollout(folder: Path, world: World) -> Found:
     found: Found = {}
 
     def decode(tokens: int) -> None:
-        Decoder(decoder.causal, decoder.tokenizer, Rollout(max_new_tokens=tokens), (), 0).generate(
-            groups, step=0, generations=1
-        )
+        replace(decoder, rollout=Rollout(max_new_tokens=tokens), stop_ids=()).generate(groups, step=0, generations=1)
 
     for tokens in (2, 6):
         with counted_gathers() as count, state.engine.gathered():
@@ -84,7 +84,7 @@ def stage_3_is_the_model_that_was_saved(folder: Path, world: World) -> Found:
     whole = weights(state, everything=True)
     with state.engine.gathered():
         rows = state.decoder.generate(groups, step=0, generations=1, greedy=True)
-    expected = Decoder(plain, state.policy.tokenizer, state.config.rollout, state.decoder.stop_ids, 0).generate(
+    expected = HfDecoder(plain, state.policy.tokenizer, state.config.rollout, state.decoder.stop_ids, 0).generate(
         groups, step=0, generations=1, greedy=True
     )
     state.engine.close()

@@ -98,9 +98,9 @@ def control(name: str, world: World) -> Any:
         trainer.train.set_kl_coefficient,
     )
 
-    def rank_means(state: Any, batches: Any) -> float:
-        real_count(state, batches)
-        return world.size * sum(len(c.ids) for batch in batches for c in batch.completions)
+    def rank_means(state: Any, completions: Any) -> float:
+        real_count(state, completions)
+        return world.size * sum(len(c.ids) for c in completions)
 
     def divided(self: ZeroEngine, loss_sum: torch.Tensor, global_count: float, *, last: bool) -> None:
         real_backward(self, loss_sum, global_count * world.size, last=last)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-import trainer.train
+import trainer.update
 from tests.dist.recorded import move_away
 from tests.peer.cells import LR, cell_config
 from trainer.preflight.prepare import check, load_models, start_engine
@@ -28,10 +28,10 @@ def run_cell(cell: dict[str, Any], folder: Path, world: World) -> dict[str, Any]
     named = {name: parameter for name, parameter in models.policy.causal.named_parameters() if parameter.requires_grad}
     start = {name: parameter.detach().clone() for name, parameter in named.items()}
     state = start_engine(checked, models, world)
-    make = trainer.train.make_micro_batches
+    make = trainer.update.make_micro_batches
     # A recorded sampler is never taken for the policy of the first pass; sampled completions are.
     on_policy = {} if cell["off_policy"] else {"recorded_sampler": False}
-    with patch.object(trainer.train, "make_micro_batches", lambda *args, **named: make(*args, **(named | on_policy))):
+    with patch.object(trainer.update, "make_micro_batches", lambda *args, **named: make(*args, **(named | on_policy))):
         metrics, completions = grpo_step(state, [])
     gradient = {name: (start[name].double() - parameter.detach().double()) / LR for name, parameter in named.items()}
     state.engine.close()

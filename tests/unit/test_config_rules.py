@@ -356,13 +356,7 @@ CASES = [
     (
         "not_yet",
         {"rollout__engine": "vllm"},
-        ['rollout.engine = "vllm" is not available in this version; use "hf".'],
-        {},
-    ),
-    (
-        "not_yet",
-        {"rollout__engine": "shared"},
-        ['rollout.engine = "shared" is not available in this version; use "hf".'],
+        ['rollout.engine = "vllm" is not available in this version; use "shared" or "hf".'],
         {},
     ),
     ("not_yet", {"quant__bits": 4}, ["quant.bits = 4 is not available in this version; use 0."], {}),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -20,7 +21,9 @@ from trainer.errors import Stopped
 from trainer.minibatch import make_micro_batches
 from trainer.models.packing import pack
 from trainer.models.scorer import TokenScorer
-from trainer.rollout.hf import Decoder, Group
+from trainer.rollout.decoder import Group
+from trainer.rollout.hf import HfDecoder
+from trainer.rollout.sampling import NoiseKey
 from trainer.state import State
 from trainer.update import global_count
 from trainer.world import World
@@ -48,8 +51,8 @@ def prompt(index: int, length: int) -> Prompt:
 
 def decoder(
     model: PreTrainedModel, *, stop_ids: tuple[int, ...] = (), tokenizer: Any = TOKENIZER, **rollout: Any
-) -> Decoder:
-    return Decoder(model, tokenizer, Rollout(**{"max_new_tokens": 12} | rollout), stop_ids, seed=0)
+) -> HfDecoder:
+    return HfDecoder(model, tokenizer, Rollout(**{"max_new_tokens": 12} | rollout), stop_ids, seed=0)
 
 
 def gpt2() -> PreTrainedModel:
@@ -126,11 +129,10 @@ def test_b20_rows_that_attend_to_nothing_stay_finite(attention: str, dtype: torc
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *rows: tuple[int, ...]) -> None:
-    """The sampler draws these tokens, one row each."""
-    columns = iter(zip(*rows, strict=True))
-    monkeypatch.setattr(
-        trainer.rollout.sampling, "inverse_cdf", lambda probabilities, uniforms: torch.tensor(next(columns))
-    )
+    """The sampler draws these tokens, one row each: the noise of a completion is its text."""
+    texts = iter(rows)
+    monkeypatch.setattr(NoiseKey, "uniforms", lambda key, positions: np.array(next(texts), dtype=float))
+    monkeypatch.setattr(trainer.rollout.sampling, "inverse_cdf", lambda probabilities, uniforms: uniforms.long())
 
 
 def test_b17_the_first_end_token_is_trained_though_it_is_the_pad_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +191,11 @@ def test_b21_what_is_masked_leaves_numerator_and_denominator(folder: Path, world
                 micro_batch=3,
                 token_budget=0,
                 pad_id=297,
+                shared=masked,
                 recorded_sampler=False,
                 world=world,
             )
-            assert global_count(state, batches) == expected
+            assert global_count(state, trained(rows, masked)) == expected
             weight = sum(float(batch.weights.sum()) for batch in batches)
             assert weight == pytest.approx(count if loss_type == "grpo" else tokens)
 
@@ -239,24 +242,26 @@ def test_b26_settings_of_the_checkpoint_do_not_reach_the_sampling(folder: Path, 
     assert metrics["sampling_logp_gap"] < 1e-5
 
 
+@pytest.mark.parametrize("engine", ["shared", "hf"])
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
 def test_b29_decoding_is_the_same_in_every_mode_and_leaves_the_mode_alone(
-    tmp_path: Path, world: World, checkpointing: str
+    tmp_path: Path, world: World, checkpointing: str, engine: str
 ) -> None:
     folder = write_run(tmp_path, lively(tiny_qwen2()))
-    state = start(folder, world, {"engine.gradient_checkpointing": checkpointing})
+    state = start(folder, world, {"engine.gradient_checkpointing": checkpointing, "rollout.engine": engine})
     causal, groups = state.policy.causal, [Group(0, state.prompts[1]), Group(1, state.prompts[2])]
     assert causal.is_gradient_checkpointing == (checkpointing == "on")
     plain = decoder(lively(tiny_qwen2())).generate(groups, step=0, generations=1, greedy=True)
     passes = []
-    hook = causal.lm_head.register_forward_hook(lambda module, inputs, output: passes.append(inputs[0].shape[1]))
+    mlp = causal.get_decoder().layers[0].mlp
+    hook = mlp.register_forward_hook(lambda module, inputs, output: passes.append(output[..., 0].numel()))
     for training in (True, False):
         causal.train(training)
         rows = state.decoder.generate(groups, step=0, generations=1, greedy=True)
         assert [row.ids for row in rows] == [row.ids[:8] for row in plain]
         assert causal.training == training and causal.is_gradient_checkpointing == (checkpointing == "on")
     hook.remove()
-    assert set(passes) == {1}, "one new token a pass: the cache is on"
+    assert sum(tokens > len(groups) for tokens in passes) == 2, "prompts, then one new token a row: the cache is on"
     causal.train()
     with torch.no_grad():
         causal.model.norm.weight.fill_(torch.nan)

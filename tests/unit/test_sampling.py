@@ -14,13 +14,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-import trainer.rollout.hf
+import trainer.rollout.decoder
 from tests.tiny import tiny_qwen2, tiny_tokenizer
 from trainer.batch import Prompt
 from trainer.config.grpo import Rollout
 from trainer.errors import Stopped
-from trainer.rollout.hf import Decoder, Group
-from trainer.rollout.sampling import KeyedSampler, NoiseKey, inverse_cdf
+from trainer.rollout.decoder import Group
+from trainer.rollout.hf import HfDecoder
+from trainer.rollout.sampling import KeyedSampler, NoiseKey, Sampler, inverse_cdf
 
 BELOW_ONE = float(np.nextafter(1, 0))
 
@@ -74,7 +75,8 @@ def test_a_shorter_limit_keeps_the_noise_of_the_positions_it_has() -> None:
 
 
 def sampler(uniforms: Tensor | None, *, size: int = 300, **rollout: object) -> KeyedSampler:
-    return KeyedSampler(Rollout(**rollout), uniforms, tokenizer_size=size, dtype=torch.float32)
+    draw = Sampler(Rollout(**rollout), tokenizer_size=size, dtype=torch.float32)
+    return KeyedSampler(draw, uniforms, torch.zeros(1, 1, dtype=torch.bool))
 
 
 FILTERS = {
@@ -146,14 +148,14 @@ def test_samples_do_not_depend_on_batch_split_or_order(monkeypatch: pytest.Monke
         for parameter in model.parameters():
             parameter.mul_(3)
     tokenizer = tiny_tokenizer()
-    made = Decoder(model, tokenizer, Rollout(max_new_tokens=10), stop_ids=tuple(range(250, 300)), seed=4)
+    made = HfDecoder(model, tokenizer, Rollout(max_new_tokens=10), stop_ids=tuple(range(250, 300)), seed=4)
     groups = [
         Group(place, Prompt(row, "", tuple(range(row, row + length)), None, {}))
         for place, (row, length) in enumerate([(0, 3), (4, 17), (9, 1), (31, 8)])
     ]
 
     def samples(groups: list[Group], rows: int, step: int = 6) -> dict[tuple[int, int], tuple[int, ...]]:
-        monkeypatch.setattr(trainer.rollout.hf, "MAX_ROWS", rows)
+        monkeypatch.setattr(trainer.rollout.decoder, "MAX_ROWS", rows)
         found = made.generate(groups, step=step, generations=3)
         return {(one.prompt.index, one.generation): one.ids for one in found}
 

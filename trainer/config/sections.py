@@ -194,8 +194,8 @@ class Engine(Section):
     gradient_checkpointing: Literal["auto", "on", "off"] = Field(
         default="auto",
         description=(
-            'Recompute activations in the backward pass: less memory, a third more compute. "auto": on a GPU on, on a'
-            " CPU off."
+            'Recompute activations in the backward pass: less memory, a third more compute. "auto": off where the'
+            " largest pass, measured at the start, has room without."
         ),
     )
 

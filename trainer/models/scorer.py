@@ -37,6 +37,7 @@ class TokenScorer(nn.Module):
             position_ids=rows.position_ids,
             use_cache=False,
             return_dict=False,
+            **rows.layout,
         )
         scored = hidden.flatten(0, 1).index_select(0, rows.score_at)
         logps, entropy, exact_kl = self.head(scored, rows.targets, reference_hidden, reference_weight)

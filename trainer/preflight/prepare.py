@@ -29,16 +29,19 @@ from trainer.models.policy import (
 )
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
+from trainer.models.shared_prefix import share_prompts
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
+from trainer.preflight.activations import room_for_activations
 from trainer.preflight.facts import facts_of
 from trainer.preflight.offload import check_offload
 from trainer.preflight.replay import check_replay
 from trainer.record.memory import PeakMemory
 from trainer.record.trackers import check_trackers
 from trainer.rewards.runtime import RewardRuntime
-from trainer.rollout.hf import Decoder
+from trainer.rollout.hf import HfDecoder
 from trainer.rollout.hooks import Hook, HookContext, load_hooks, run_hooks
 from trainer.rollout.rope_guard import Lengths, check_window, rope_guard
+from trainer.rollout.shared import SharedDecoder
 from trainer.state import State
 from trainer.world import World
 
@@ -122,6 +125,7 @@ class Models:
     scorer: TokenScorer
     reference: Reference | None
     stops: StopIds
+    shared_prompts: bool
     facts: Facts
 
 
@@ -142,6 +146,10 @@ def load_models(checked: Checked, world: World) -> Models:
     check_head(scorer)
     checked.notes.append(
         _head_note(scorer.head.weight.shape[0], _token_budget(config, world), config.grpo.kl.estimator)
+    )
+    unshared = share_prompts(policy.causal)
+    checked.notes.append(
+        f"one row a completion, each with its prompt: {unshared}" if unshared else "each prompt is computed once"
     )
     reference = None
     if config.grpo.kl.coef or config.grpo.kl.schedule == "adaptive":
@@ -164,34 +172,58 @@ def load_models(checked: Checked, world: World) -> Models:
     )
     checked.notes.extend(run_hooks(checked.hooks, context))
     facts = facts_of(config, checked.deepspeed, checked.prompts.train, checked.rewards, policy, world.size)
-    return Models(policy, scorer, reference, stops, facts)
+    return Models(policy, scorer, reference, stops, not unshared, facts)
 
 
 def start_engine(checked: Checked, models: Models, world: World) -> State:
     """Hands the policy to ZeRO and puts the run's parts together."""
     config, causal = checked.config, models.policy.causal
     _tell(world, f"starting the engine ({config.engine.deepspeed})")
-    checkpointing = config.engine.gradient_checkpointing
-    if checkpointing == "on" or (checkpointing == "auto" and world.device.type == "cuda"):
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine = ZeroEngine(models.scorer, config.optim, checked.deepspeed, world)
     # Train mode is what gradient checkpointing is tied to; there is no dropout left that it could switch on.
     engine.module.train()
+    memory = PeakMemory(world.device)
+    checkpointing = config.engine.gradient_checkpointing == "on"
+    if config.engine.gradient_checkpointing == "auto":
+        room, note = room_for_activations(
+            config,
+            engine,
+            models.scorer,
+            memory,
+            lengths=checked.lengths,
+            shared=models.shared_prompts,
+            token_budget=_token_budget(config, world),
+            zero=checked.deepspeed["zero_optimization"],
+        )
+        checkpointing = not room
+        checked.notes.append(note)
+    if checkpointing:
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     random_states.seed(config.run.seed + world.rank)
+    decoder = SharedDecoder if models.shared_prompts and config.rollout.engine == "shared" else HfDecoder
     return State(
         config=config,
         world=world,
         policy=models.policy,
         engine=engine,
         reference=models.reference,
-        decoder=Decoder(causal, checked.tokenizer, config.rollout, models.stops.ids, config.run.seed, interrupts.check),
+        decoder=decoder(
+            causal,
+            checked.tokenizer,
+            config.rollout,
+            models.stops.ids,
+            config.run.seed,
+            interrupts.check,
+            memory.uncounted,
+        ),
         rewards=checked.rewards,
         hooks=checked.hooks,
         prompts=checked.prompts.train,
         eval_prompts=checked.prompts.eval,
         steps=checked.steps,
         token_budget=_token_budget(config, world),
-        memory=PeakMemory(world.device),
+        shared_prompts=models.shared_prompts,
+        memory=memory,
         facts=models.facts,
         notes=checked.notes,
     )

@@ -2,11 +2,13 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 
@@ -27,6 +29,18 @@ class PeakMemory:
     ) -> None:
         if self.storages is not None:
             self.storages.__exit__(kind, error, trace)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Without a look at each operator of a CPU, for what holds no more than something counted has held."""
+        if self.storages is None or _get_current_dispatch_mode() is not self.storages:
+            yield
+            return
+        self.storages.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.storages.__enter__()
 
     def take_peak(self) -> int:
         """Bytes; starts the next measurement."""

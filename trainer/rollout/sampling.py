@@ -45,22 +45,19 @@ def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
     float64, since 150,000 fp32 additions lose whole tokens; a token of probability 0 has no slice and is never drawn.
     """
-    cdf = probabilities.double().cumsum(-1)
-    threshold = uniforms.double()[:, None] * cdf[:, -1:]
-    drawn = torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
-    last = (probabilities > 0).long().mul(torch.arange(cdf.shape[-1], device=cdf.device)).amax(-1)
-    return torch.minimum(drawn, last)
+    cdf = probabilities.cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1:].contiguous()
+    drawn = torch.searchsorted(cdf, uniforms.double()[:, None] * total, right=True)
+    # A product rounded up to the total would fall behind the last token that has a slice.
+    return torch.minimum(drawn, torch.searchsorted(cdf, total)).squeeze(-1)
 
 
-class KeyedSampler(LogitsProcessor):
-    """Draws the next tokens itself and leaves ``generate`` nothing but the argmax of a one-hot row.
+class Sampler:
+    """Draws one token a row. The order of the filters is transformers' own: penalty, temperature, top-k, top-p,
+    min-p."""
 
-    The order of the filters is transformers' own: penalty, temperature, top-k, top-p, min-p.
-    """
-
-    def __init__(self, rollout: Rollout, uniforms: Tensor | None, *, tokenizer_size: int, dtype: torch.dtype) -> None:
-        """``uniforms`` (S, max_new_tokens); None decodes greedily."""
-        self.uniforms = uniforms
+    def __init__(self, rollout: Rollout, *, tokenizer_size: int, dtype: torch.dtype) -> None:
+        """``dtype``: of the weights, for the message about logits that are not finite."""
         self.temperature = rollout.temperature
         self.tokenizer_size = tokenizer_size
         self.dtype = dtype
@@ -74,29 +71,58 @@ class KeyedSampler(LogitsProcessor):
             self.after.append(TopPLogitsWarper(rollout.top_p))
         if rollout.min_p:
             self.after.append(MinPLogitsWarper(rollout.min_p))
+
+    @property
+    def reads_context(self) -> bool:
+        """The repetition penalty does."""
+        return bool(self.before)
+
+    def __call__(
+        self, scores: Tensor, uniforms: Tensor | None, context: Tensor, *, position: int
+    ) -> tuple[Tensor, Tensor]:
+        """(S, V) fp32 logits, (S,), (S, context) token ids -> drawn tokens (S,) and their log-probs (S,) fp32.
+
+        ``uniforms`` None draws greedily. ``position`` of the first row in its completion, for the message.
+        """
+        # As scored later: the temperature, but none of the filters.
+        logps = (scores / self.temperature).log_softmax(-1)
+        if logps[:, 0].isnan().any():  # one NaN or infinity makes all of its row NaN
+            raise Stopped(
+                f"rollout: the logits of decoding position {position} hold NaN or infinity (weights in {self.dtype}). "
+                'Sampling from them would write token 0 ("!") for ever. The usual causes: an update that was too large '
+                "(lower optim.lr, keep optim.max_grad_norm), or activations that overflow in 16 bits (model.dtype)."
+            )
+        ids = cast(torch.LongTensor, context)
+        allowed = self.before(ids, cast(torch.FloatTensor, scores)) / self.temperature
+        # Rows of the embedding beyond the tokenizer are padding of the matrix: ids that no text has.
+        allowed[:, self.tokenizer_size :] = -torch.inf
+        allowed = self.after(ids, cast(torch.FloatTensor, allowed))
+        drawn = allowed.argmax(-1) if uniforms is None else inverse_cdf(allowed.softmax(-1), uniforms)
+        return drawn, logps.gather(-1, drawn[:, None]).squeeze(-1)
+
+
+class KeyedSampler(LogitsProcessor):
+    """A ``Sampler`` inside of ``generate``, which it leaves nothing but the argmax of a one-hot row."""
+
+    def __init__(self, sampler: Sampler, uniforms: Tensor | None, padding: Tensor) -> None:
+        """``uniforms`` (S, max_new_tokens); None decodes greedily. ``padding`` (S, longest prompt): where there is
+        some."""
+        self.sampler = sampler
+        self.uniforms = uniforms
+        self.padding = padding
         self.tokens: list[Tensor] = []
         self.logps: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(S, context), (S, V) fp32 logits -> (S, V), 0 at the drawn token and -inf elsewhere."""
-        if not torch.isfinite(scores).all():
-            raise Stopped(
-                f"rollout: the logits of decoding position {len(self.tokens)} hold NaN or infinity (weights in "
-                f"{self.dtype}). "
-                'Sampling from them would write token 0 ("!") for ever. The usual causes: an update that was too large '
-                "(lower optim.lr, keep optim.max_grad_norm), or activations that overflow in 16 bits (model.dtype)."
-            )
-        # As scored later: the temperature, but none of the filters.
-        logps = (scores / self.temperature).log_softmax(-1)
-        context = cast(torch.LongTensor, input_ids)
-        allowed = self.before(context, cast(torch.FloatTensor, scores)) / self.temperature
-        # Rows of the embedding beyond the tokenizer are padding of the matrix: ids that no text has.
-        allowed[:, self.tokenizer_size :] = -torch.inf
-        allowed = self.after(context, cast(torch.FloatTensor, allowed))
-        if self.uniforms is None:
-            drawn = allowed.argmax(-1)
-        else:
-            drawn = inverse_cdf(allowed.softmax(-1), self.uniforms[:, len(self.tokens)])
+        position = len(self.tokens)
+        if self.sampler.reads_context:
+            # Padding is no part of a text: a token of it instead, which the penalty has counted once already.
+            input_ids = input_ids.clone()
+            prompts = input_ids[:, : self.padding.shape[1]]
+            prompts.copy_(torch.where(self.padding, prompts[:, -1:], prompts))
+        uniforms = None if self.uniforms is None else self.uniforms[:, position]
+        drawn, logps = self.sampler(scores, uniforms, input_ids, position=position)
         self.tokens.append(drawn)
-        self.logps.append(logps.gather(-1, drawn[:, None]).squeeze(-1))
+        self.logps.append(logps)
         return torch.full_like(scores, -torch.inf).scatter_(-1, drawn[:, None], 0.0)

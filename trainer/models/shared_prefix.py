@@ -1,0 +1,123 @@
+"""Attention of packed groups: the prompt once, then its completions, each of which sees the prompt and its own past.
+
+Causal masking makes a prompt's states independent of what follows, so states, log-probs and gradients are those of one
+row a completion, at (P + sum C) tokens a group instead of (G P + sum C): Prefix Grouper, arXiv 2506.05433.
+"""
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from trainer.batch import Completion, Groups, PackedRows, Prompt
+from trainer.models.packing import pack, pack_groups
+from trainer.models.prefix_cache import PrefixCache
+
+NAME = "sdpa_shared_prefix"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    groups: Groups = (),
+    prefix_cache: PrefixCache | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """(1, heads, L, head dim) of one packed row -> (1, L, heads, head dim); with a cache, decoding on it. Without
+    either it is plain SDPA."""
+    layer = cast(int, module.layer_idx)
+    if prefix_cache is not None and groups:
+        prefix_cache.store_prompts(layer, key, value, [prompt for prompt, _ in groups])
+    elif prefix_cache is not None:
+        return prefix_cache.attend(layer, query, key, value, kwargs.get("scaling")), None
+    if not groups:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    # The fused kernels of a card take a mask or unequal numbers of heads, not both.
+    cpu = query.device.type == "cpu"
+    if not cpu:
+        key, value = (repeat_kv(part, query.shape[1] // key.shape[1]) for part in (key, value))
+    # Split, not sliced: each slice of a row would give back a gradient of the whole row.
+    sizes = [size for prompt, own in groups for size in (prompt, *filter(None, own))]
+    parts = zip(*(part.split(sizes, 2) for part in (query, key, value)), strict=True)
+    attend = partial(scaled_dot_product_attention, scale=kwargs.get("scaling"), enable_gqa=cpu)
+    attended = []
+    for _, own in groups:
+        queries, prompt_keys, prompt_values = next(parts)
+        attended.append(attend(queries, prompt_keys, prompt_values, is_causal=True))
+        for length in filter(None, own):
+            queries, keys, values = next(parts)
+            keys, values = torch.cat((prompt_keys, keys), 2), torch.cat((prompt_values, values), 2)
+            # All of the prompt, and the own past.
+            seen = torch.ones(1, 1, length, keys.shape[2], dtype=torch.bool, device=keys.device)
+            attended.append(attend(queries, keys, values, attn_mask=seen.tril(keys.shape[2] - length)))
+    return torch.cat(attended, 2).transpose(1, 2), None
+
+
+def share_prompts(causal: PreTrainedModel) -> str:
+    """Makes the model ready for packed groups and decoding on prompts; the reason, in words, where its architecture is
+    not."""
+    config = causal.config.get_text_config(decoder=True)
+    if config._attn_implementation != "sdpa":
+        return f'model.attn = "{config._attn_implementation}"; prompts are shared with "sdpa"'
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        return f"layers of {type(causal).__name__} do not see the whole context"
+    causal.set_attn_implementation(NAME)
+    if _shares(causal):
+        return ""
+    causal.set_attn_implementation("sdpa")
+    return f"{type(causal).__name__} computes its attention by a way of its own"
+
+
+@torch.no_grad()
+def _shares(causal: PreTrainedModel) -> bool:
+    """Whether packed states are those of one row a completion, and those of the second completion stay what they are
+    with another first one."""
+    prompt = Prompt(0, "", tuple(range(10, 17)), None, {})
+
+    def group(*first: int) -> list[Completion]:
+        texts = enumerate((first, (30, 31, 32, 33)))
+        return [Completion(0, place, prompt, ids, (0.0,) * len(ids), "stop", "") for place, ids in texts]
+
+    device, one, other = causal.device, group(20, 21, 22), group(25, 26, 27)
+    try:
+        plain, packed, changed = (
+            _states(causal, rows)
+            for rows in (pack(one, pad_id=0, device=device), *(pack_groups(g, device=device) for g in (one, other)))
+        )
+    except (TypeError, ValueError):  # layers that take no further arguments
+        return False
+    exact = causal.dtype == torch.float32
+    second = slice(3, None)
+    return _apart(plain, packed) < (1e-3 if exact else 0.1) and _apart(packed[second], changed[second]) < (
+        1e-5 if exact else 5e-3
+    )
+
+
+def _states(causal: PreTrainedModel, rows: PackedRows) -> Tensor:
+    (hidden, *_) = causal.get_decoder()(
+        input_ids=rows.input_ids,
+        attention_mask=rows.attention_mask,
+        position_ids=rows.position_ids,
+        use_cache=False,
+        return_dict=False,
+        **rows.layout,
+    )
+    return hidden.flatten(0, 1)[rows.score_at]
+
+
+def _apart(expected: Tensor, got: Tensor) -> float:
+    """Relative L2 distance."""
+    return float((expected - got).double().norm() / expected.double().norm())
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
