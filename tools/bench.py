@@ -135,7 +135,12 @@ def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def machine() -> dict[str, Any]:
+def machine(settings: Settings) -> dict[str, Any]:
+    if settings.device == "cuda":
+        import torch
+
+        card = torch.cuda.get_device_properties(0)
+        return {"processor": card.name, "memory_gib": settings.memory_gib or round(card.total_memory / 2**30, 1)}
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -191,7 +196,7 @@ def main() -> None:
         "repeats": arguments.repeats,
         "clock": "cpu" if settings.device == "cpu" and settings.threads == 1 else "wall",
         "commit": commit(),
-        "machine": machine(),
+        "machine": machine(settings),
         "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed", "peft", *peer)},
         "began": time.strftime("%Y-%m-%d %H:%M:%S"),
         "load_average": [os.getloadavg()],

@@ -44,6 +44,7 @@ class Meter:
         self.seconds: dict[str, dict[str, float]] = {}
         self.last = (0.0, 0.0)
         self.counter: FlopCounterMode | None = None
+        self.peak = 0
 
     def begin(self, *, count_flops: bool) -> None:
         if self.cuda:
@@ -54,6 +55,7 @@ class Meter:
             self.counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
             self.counter.__enter__()
         self.seconds = {clock: dict.fromkeys(PHASES, 0.0) for clock in ("wall", "cpu")}
+        self.peak = 0  # by laps: our own step begins CUDA's measurement anew at its end
         self.last = self._now()
 
     def lap(self, phase: str) -> None:
@@ -62,11 +64,12 @@ class Meter:
         for clock, then, since in zip(("wall", "cpu"), now, self.last, strict=True):
             self.seconds[clock][phase] += then - since
         self.last = now
+        self.peak = max(self.peak, self._peak())
 
     def end(self) -> dict[str, Any]:
         """Seconds by clock and phase, peak memory in GiB, FLOPs where they were counted."""
         self.lap("other")
-        measured: dict[str, Any] = {"seconds": self.seconds, "peak_gib": self._peak() / 2**30}
+        measured: dict[str, Any] = {"seconds": self.seconds, "peak_gib": self.peak / 2**30}
         if self.counter is not None:
             self.counter.__exit__(None, None, None)
             measured["flops"] = self.counter.get_total_flops()

@@ -77,12 +77,6 @@ class PackedRows(NamedTuple):
     """How one row (R = 1) is packed: of each group the length of its prompt, then those of its completions that follow
     it. Empty: every row is a sequence of its own."""
 
-    @property
-    def layout(self) -> dict[str, Any]:
-        """What the model's layers hand on to the attention of packed groups; nothing without groups, which every
-        architecture takes."""
-        return {"groups": self.groups} if self.groups else {}
-
 
 class TokenScores(NamedTuple):
     """What the model says of each scored token, fp32, in nats."""

@@ -223,7 +223,7 @@ LINEAR = PassBytes(kept=(0.0, 3 * 2**20), passing=(0.0, 1 * 2**20), hidden=0, co
 
 def test_ranks_decide_alike_by_the_fullest() -> None:
     def decided(free: float, other: list[float]) -> tuple[bool, str]:
-        return fits(LINEAR, 1024, state=1 * GIB, free=free * GIB, world=cast(Any, TwoRanks(other)))
+        return fits(LINEAR, 1024, least=256, state=1 * GIB, free=free * GIB, world=cast(Any, TwoRanks(other)))
 
     alone = [0.0, -1e15]
     assert decided(5 / USABLE + 0.01, alone)[0] and not decided(5 / USABLE - 0.01, alone)[0]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -26,7 +27,7 @@ from tests.tiny import tiny_qwen2, tiny_tokenizer
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Rollout
 from trainer.models import prefix_cache
-from trainer.models.packing import pack
+from trainer.models.packing import pack, pack_groups
 from trainer.models.prefix_cache import PrefixCache
 from trainer.models.scorer import TokenScorer
 from trainer.models.shared_prefix import share_prompts
@@ -152,6 +153,26 @@ def test_the_log_probs_are_those_of_the_training_pass() -> None:
     torch.testing.assert_close(scored.detach(), sampled, atol=2e-6, rtol=2e-6)
 
 
+def test_adapters_act_in_it() -> None:
+    set_seed(0)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(tiny_qwen2(), lora).base_model.model.eval()
+    plain, _ = both(tiny_qwen2().eval(), groups(5, 17), stop_ids=ENDS)
+    theirs, ours = both(adapted, groups(5, 17), stop_ids=ENDS)
+    assert [one.ids for one in ours] != [one.ids for one in plain]
+    assert_same(theirs, ours)
+
+
+def test_in_bf16_log_probs_are_those_of_the_training_pass_but_for_rounding() -> None:
+    """Mean gap of 0.0002 nats, against 0.00004 of transformers' generate: the two parts of attention are rounded each."""
+    set_seed(0)
+    model = tiny_qwen2().to(torch.bfloat16).eval()
+    _, ours = both(model, groups(5, 17, 30), generations=16, stop_ids=ENDS, max_new_tokens=40)
+    scored = TokenScorer(sharing(model), 1.0)(pack_groups(ours, device=torch.device("cpu")))["logps"].detach()
+    sampled = torch.tensor([logp for one in ours for logp in one.sampling_logps])
+    assert (scored - sampled).abs().mean() < 5e-4
+
+
 def test_each_prompt_is_computed_once_and_finished_rows_no_more() -> None:
     """Tokens through the body: P of each group, and every token of a completion but its last."""
     set_seed(0)
@@ -203,7 +224,7 @@ def test_what_is_not_counted_has_been_counted_before() -> None:
 
 
 def test_a_prompt_leaves_with_the_last_of_its_rows() -> None:
-    cache = PrefixCache(4, torch.device("cpu"))
+    cache = PrefixCache(4, 64, torch.device("cpu"))
     cache.enter([7, 9], 2)
     cache.store_prompts(0, torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), [3, 2])
     assert cache.drop([0]) == [(3, 0)] and set(cache._layers[0].prompts) == {7, 9}

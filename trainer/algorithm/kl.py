@@ -49,9 +49,3 @@ def weigh_by_ratio(kl: Tensor, ratio: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "exact":
         return kl
     return kl * (ratio.detach() if estimator == "k2" else ratio)
-
-
-def full_kl(logps: Tensor, reference_logps: Tensor) -> Tensor:
-    """Exact KL of two rows of log-probabilities (..., V) -> (...). A token of probability 0 contributes 0, not NaN."""
-    probabilities = logps.exp()
-    return torch.where(probabilities > 0, probabilities * (logps - reference_logps), 0.0).sum(-1)

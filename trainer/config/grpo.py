@@ -10,7 +10,7 @@ from trainer.config.section import Section, Texts
 class Rollout(Section):
     engine: Literal["hf", "shared", "vllm"] = Field(
         default="shared",
-        description="What decodes. shared: each prompt once, finished rows leave. hf: transformers' generate.",
+        description="What decodes. shared: the same samples in half the time. hf: transformers' generate, to compare.",
     )
     prompts_per_step: int = Field(
         default=8, ge=1, description="Prompts of a step, over all ranks. Need not divide by the number of ranks."

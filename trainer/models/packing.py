@@ -42,8 +42,12 @@ def pack_groups(completions: Sequence[Completion], *, device: torch.device) -> P
 
 def by_prompt(completions: Iterable[Completion]) -> Iterator[tuple[tuple[int, ...], list[Completion]]]:
     """Neighbours of one group and prompt."""
-    for (_, prompt), members in groupby(completions, key=lambda completion: (completion.group, completion.prompt.ids)):
+    for (_, prompt), members in groupby(completions, key=_of):
         yield prompt, list(members)
+
+
+def _of(completion: Completion) -> tuple[int, tuple[int, ...]]:
+    return completion.group, completion.prompt.ids
 
 
 def pack(completions: Sequence[Completion], *, pad_id: int, device: torch.device) -> PackedRows:
@@ -94,11 +98,16 @@ def micro_batches(
     A group that a cut goes through has its prompt in both passes, which changes the cost and not the sum.
     """
     batch: list[Completion] = []
+    tokens = longest = 0
     for completion in completions:
-        full = len(batch) == micro_batch if micro_batch else tokens_of([*batch, completion], shared) > token_budget
-        if batch and full:
+        prompt, own = len(completion.prompt.ids), len(completion.ids) - 1
+        same = bool(batch) and _of(batch[-1]) == _of(completion)
+        alone = prompt + own
+        longest = max(longest, alone)
+        tokens = tokens + (own if same else alone) if shared else longest * (len(batch) + 1)
+        if batch and (len(batch) == micro_batch if micro_batch else tokens > token_budget):
             yield batch
-            batch = []
+            batch, tokens, longest = [], alone, alone
         batch.append(completion)
     if batch:
         yield batch

@@ -25,8 +25,10 @@ class _Layer:
 class PrefixCache:
     """Rows 0 .. R-1 are active. What the layers of one forward pass read is laid out by ``append_rows`` before it."""
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, limit: int, device: torch.device) -> None:
+        """Room for ``slots`` rows of at most ``limit`` tokens."""
         self.slots = slots
+        self.limit = limit
         self.device = device
         self.group_of: list[int] = []
         """Of each active row."""
@@ -54,7 +56,8 @@ class PrefixCache:
 
     def store_prompts(self, layer: int, key: Tensor, value: Tensor, lengths: list[int]) -> None:
         """``key``, ``value`` (1, kv heads, L, head dim) of the packed prompts of the groups that enter."""
-        parts = zip(key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        # Copies: a view would keep the other prompts of its pass alive.
+        parts = zip(*([part.contiguous() for part in whole.split(lengths, 2)] for whole in (key, value)), strict=True)
         self._layers.setdefault(layer, _Layer()).prompts.update(zip(self._entering, parts, strict=True))
 
     def append_rows(self) -> bool:
@@ -63,7 +66,7 @@ class PrefixCache:
         self._longest = longest = max(self.lengths)
         before = self._capacity
         while self._capacity < longest:
-            self._capacity = max(FIRST_CAPACITY, 2 * self._capacity)
+            self._capacity = min(self.limit, max(FIRST_CAPACITY, 2 * self._capacity))
         last = torch.tensor(self.lengths, device=self.device) - 1
         self._last, self._rows = last, torch.arange(len(self), device=self.device)
         ragged = min(self.lengths) < longest
@@ -108,8 +111,8 @@ class PrefixCache:
         shared, shared_lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         if self._back is not None:
             shared, shared_lse = shared[self._back], shared_lse[self._back]
-        weight = torch.sigmoid(shared_lse - own_lse)[..., None].to(own.dtype)
-        return own.lerp(shared, weight).view(rows, 1, heads, width)
+        weight = torch.sigmoid(shared_lse - own_lse)[..., None]
+        return own.float().lerp(shared.float(), weight).to(own.dtype).view(rows, 1, heads, width)
 
     def drop(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Takes rows out; the last ones move into their slots: (from, to) of each move, in order."""

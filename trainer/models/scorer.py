@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from trainer.batch import PackedRows, TokenScores
 from trainer.errors import Refused
 from trainer.models.head import ChunkedHead
+from trainer.models.shared_prefix import hidden_states
 
 
 class TokenScorer(nn.Module):
@@ -30,15 +31,7 @@ class TokenScorer(nn.Module):
 
         A dict of tensors: ZeRO-3's backward hooks do not look inside a dataclass.
         """
-        # A tuple, for the same reason; no cache, since nothing is decoded.
-        (hidden, *_) = self.causal.get_decoder()(
-            input_ids=rows.input_ids,
-            attention_mask=rows.attention_mask,
-            position_ids=rows.position_ids,
-            use_cache=False,
-            return_dict=False,
-            **rows.layout,
-        )
+        hidden = hidden_states(self.causal, rows.input_ids, rows.attention_mask, rows.position_ids, rows.groups)
         scored = hidden.flatten(0, 1).index_select(0, rows.score_at)
         logps, entropy, exact_kl = self.head(scored, rows.targets, reference_hidden, reference_weight)
         scores = {"logps": logps, "entropy": entropy, "exact_kl": exact_kl}

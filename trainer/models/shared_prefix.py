@@ -4,6 +4,7 @@ Causal masking makes a prompt's states independent of what follows, so states, l
 row a completion, at (P + sum C) tokens a group instead of (G P + sum C): Prefix Grouper, arXiv 2506.05433.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -28,17 +29,18 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     groups: Groups = (),
+    masks: Mapping[tuple[int, int], Tensor] | None = None,
     prefix_cache: PrefixCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, L, head dim) of one packed row -> (1, L, heads, head dim); with a cache, decoding on it. Without
     either it is plain SDPA."""
-    layer = cast(int, module.layer_idx)
-    if prefix_cache is not None and groups:
+    if prefix_cache is not None:
+        layer = cast(int, module.layer_idx)
+        if not groups:
+            return prefix_cache.attend(layer, query, key, value, kwargs.get("scaling")), None
         prefix_cache.store_prompts(layer, key, value, [prompt for prompt, _ in groups])
-    elif prefix_cache is not None:
-        return prefix_cache.attend(layer, query, key, value, kwargs.get("scaling")), None
-    if not groups:
+    if not groups or masks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     # The fused kernels of a card take a mask or unequal numbers of heads, not both.
     cpu = query.device.type == "cpu"
@@ -55,10 +57,46 @@ def attention(
         for length in filter(None, own):
             queries, keys, values = next(parts)
             keys, values = torch.cat((prompt_keys, keys), 2), torch.cat((prompt_values, values), 2)
-            # All of the prompt, and the own past.
-            seen = torch.ones(1, 1, length, keys.shape[2], dtype=torch.bool, device=keys.device)
-            attended.append(attend(queries, keys, values, attn_mask=seen.tril(keys.shape[2] - length)))
+            attended.append(attend(queries, keys, values, attn_mask=masks[prompt_keys.shape[2], length]))
     return torch.cat(attended, 2).transpose(1, 2), None
+
+
+def hidden_states(
+    causal: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    groups: Groups = (),
+    prefix_cache: PrefixCache | None = None,
+) -> Tensor:
+    """(R, L) token ids -> (R, L, H), the last states before the head. A model that does not share prompts sees neither
+    groups nor cache."""
+    layout: dict[str, Any] = {}
+    if groups:
+        layout = {"groups": groups, "masks": _masks(groups, causal.dtype, input_ids.device)}
+    if prefix_cache is not None:
+        layout["prefix_cache"] = prefix_cache
+    # A tuple: ZeRO-3's backward hooks do not look inside a dataclass.
+    (hidden, *_) = causal.get_decoder()(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        use_cache=False,
+        return_dict=False,
+        **layout,
+    )
+    return hidden
+
+
+def _masks(groups: Groups, dtype: torch.dtype, device: torch.device) -> dict[tuple[int, int], Tensor]:
+    """By lengths of prompt and completion: 0 on all of the prompt and the own past, -inf beyond. One for all layers:
+    each keeps for its backward pass what it was given, and a copy where that has another dtype than its queries."""
+    found = {}
+    for prompt, lengths in groups:
+        for length in set(filter(None, lengths)):
+            beyond = torch.full((length, prompt + length), -torch.inf, dtype=dtype, device=device)
+            found[prompt, length] = beyond.triu(prompt + 1)[None, None]
+    return found
 
 
 def share_prompts(causal: PreTrainedModel) -> str:
@@ -67,8 +105,8 @@ def share_prompts(causal: PreTrainedModel) -> str:
     config = causal.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa":
         return f'model.attn = "{config._attn_implementation}"; prompts are shared with "sdpa"'
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+    facts = config.to_dict()
+    if facts.get("sliding_window") or set(facts.get("layer_types") or ()) - {"full_attention"}:
         return f"layers of {type(causal).__name__} do not see the whole context"
     causal.set_attn_implementation(NAME)
     if _shares(causal):
@@ -81,19 +119,19 @@ def share_prompts(causal: PreTrainedModel) -> str:
 def _shares(causal: PreTrainedModel) -> bool:
     """Whether packed states are those of one row a completion, and those of the second completion stay what they are
     with another first one."""
-    prompt = Prompt(0, "", tuple(range(10, 17)), None, {})
+    prompt = Prompt(0, "", (2, 3, 4, 5, 6, 7), None, {})
 
     def group(*first: int) -> list[Completion]:
-        texts = enumerate((first, (30, 31, 32, 33)))
+        texts = enumerate((first, (9, 8, 7, 6)))
         return [Completion(0, place, prompt, ids, (0.0,) * len(ids), "stop", "") for place, ids in texts]
 
-    device, one, other = causal.device, group(20, 21, 22), group(25, 26, 27)
+    device, one, other = causal.device, group(2, 4, 6), group(3, 5, 7)
     try:
         plain, packed, changed = (
             _states(causal, rows)
             for rows in (pack(one, pad_id=0, device=device), *(pack_groups(g, device=device) for g in (one, other)))
         )
-    except (TypeError, ValueError):  # layers that take no further arguments
+    except (AttributeError, TypeError, ValueError):  # layers that take no further arguments, or have no number
         return False
     exact = causal.dtype == torch.float32
     second = slice(3, None)
@@ -103,14 +141,7 @@ def _shares(causal: PreTrainedModel) -> bool:
 
 
 def _states(causal: PreTrainedModel, rows: PackedRows) -> Tensor:
-    (hidden, *_) = causal.get_decoder()(
-        input_ids=rows.input_ids,
-        attention_mask=rows.attention_mask,
-        position_ids=rows.position_ids,
-        use_cache=False,
-        return_dict=False,
-        **rows.layout,
-    )
+    hidden = hidden_states(causal, rows.input_ids, rows.attention_mask, rows.position_ids, rows.groups)
     return hidden.flatten(0, 1)[rows.score_at]
 
 

@@ -172,9 +172,12 @@ def _available() -> float:
     return float(line.split()[1]) * 1024
 
 
-def fits(found: PassBytes, tokens: int, *, state: float, free: float, world: World) -> tuple[bool, str]:
+def fits(found: PassBytes, tokens: int, *, least: int, state: float, free: float, world: World) -> tuple[bool, str]:
     """Whether every rank has room for a pass of so many tokens without gradient checkpointing, and a note with the
-    numbers. A collective: all ranks decide alike, by the one that needs most and the one that has least."""
+    numbers. A collective: all ranks decide alike, by the one that needs most and the one that has least.
+
+    ``least``: tokens of the smallest pass there can be.
+    """
     needed, less = world.all_reduce_max([found.of(tokens, tokens) + state, -free])
     usable = USABLE * -less
     note = (
@@ -183,9 +186,9 @@ def fits(found: PassBytes, tokens: int, *, state: float, free: float, world: Wor
         f"gradients and optimizer take {state / 2**30:.2f}; {USABLE:.0%} of the {-less / 2**30:.2f} that are free is "
         f"{usable / 2**30:.2f}"
     )
-    fewer = max((n for n in range(STEP, tokens, STEP) if found.of(n, n) + state <= usable), default=0)
+    fewer = max((n for n in range(least, tokens, STEP) if found.of(n, n) + state <= usable), default=0)
     if needed > usable and fewer:
-        note += f". A pass of {fewer} tokens would do without (engine.token_budget)"
+        note += f". A pass of {fewer} tokens would do without (engine.token_budget, or engine.micro_batch)"
     return needed <= usable, note
 
 
@@ -222,4 +225,4 @@ def room_for_activations(
     tokens = layout.largest_pass(
         prompts=rollout.prompts_per_step, micro_batch=config.engine.micro_batch, token_budget=token_budget
     )
-    return fits(found, tokens, state=state, free=free_bytes(world), world=world)
+    return fits(found, tokens, least=lengths.need, state=state, free=free_bytes(world), world=world)

@@ -46,7 +46,7 @@ from trainer.state import State
 from trainer.world import World
 
 AUTO_TOKENS = {"cuda": 16384, "cpu": 4096}
-"""engine.token_budget = "auto": padded tokens of one pass, by device."""
+"""engine.token_budget = "auto": tokens of one pass, by device."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,7 @@ def load_models(checked: Checked, world: World) -> Models:
         _head_note(scorer.head.weight.shape[0], _token_budget(config, world), config.grpo.kl.estimator)
     )
     unshared = share_prompts(policy.causal)
-    checked.notes.append(
-        f"one row a completion, each with its prompt: {unshared}" if unshared else "each prompt is computed once"
-    )
+    checked.notes.append(_layout_note(unshared, config.rollout.engine))
     reference = None
     if config.grpo.kl.coef or config.grpo.kl.schedule == "adaptive":
         reference = make_reference(
@@ -238,6 +236,15 @@ def _tell(world: World, phase: str) -> None:
 def _token_budget(config: RunConfig, world: World) -> int:
     budget = config.engine.token_budget
     return AUTO_TOKENS[world.device.type] if budget == "auto" else budget
+
+
+def _layout_note(unshared: str, engine: str) -> str:
+    """``unshared``: why prompts are not shared, or nothing."""
+    if unshared:
+        return f"one row a completion, each with its prompt, and rollouts by transformers' generate: {unshared}"
+    return "each prompt is computed once" + (
+        "" if engine == "shared" else ', but in rollouts: rollout.engine = "hf" is transformers\' generate'
+    )
 
 
 def _head_note(columns: int, tokens: int, estimator: str) -> str:

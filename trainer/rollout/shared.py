@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batch import Completion
+from trainer.batch import Completion, Groups
 from trainer.models.prefix_cache import PrefixCache
+from trainer.models.shared_prefix import hidden_states
 from trainer.rollout import decoder
 from trainer.rollout.decoder import Decoder, Group, Purpose, StopRules, decoding
+from trainer.rollout.sampling import Sampler
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of one prefill pass at most, or one prompt."""
@@ -47,8 +49,9 @@ class SharedDecoder(Decoder):
         greedy: bool = False,
     ) -> list[Completion]:
         waiting = deque(groups)
-        slots = min(max(decoder.MAX_ROWS, generations), len(groups) * generations)
-        cache = PrefixCache(slots, self.causal.device)
+        # Two groups at least, so that one enters while another ends.
+        slots = min(max(decoder.MAX_ROWS, 2 * generations), len(groups) * generations)
+        cache = PrefixCache(slots, self.rollout.max_new_tokens, self.causal.device)
         rows: list[_Row] = []
         done: dict[tuple[int, int], Completion] = {}
         rules, draw = StopRules(self), self.sampler()
@@ -102,8 +105,8 @@ class SharedDecoder(Decoder):
         hidden = self._forward(
             [[token for prompt in prompts for token in prompt]],
             [[position for prompt in prompts for position in range(len(prompt))]],
-            prefix_cache=cache,
-            groups=tuple((len(prompt), ()) for prompt in prompts),
+            cache,
+            tuple((len(prompt), ()) for prompt in prompts),
         )
         last = torch.tensor([len(prompt) for prompt in prompts], device=hidden.device).cumsum(0) - 1
         return self._logits(hidden[0, last]).repeat_interleave(generations, 0)
@@ -111,26 +114,20 @@ class SharedDecoder(Decoder):
     def _decode(self, cache: PrefixCache, rows: Sequence[_Row]) -> Tensor:
         """Logits of the token after the last one of each row, (R, V) fp32."""
         positions = [[len(row.group.prompt.ids) + len(row.ids) - 1] for row in rows]
-        hidden = self._forward([[row.ids[-1]] for row in rows], positions, prefix_cache=cache)
+        hidden = self._forward([[row.ids[-1]] for row in rows], positions, cache)
         return self._logits(hidden[:, -1])
 
-    def _forward(self, ids: list[list[int]], positions: list[list[int]], **layout: Any) -> Tensor:
-        device = self.causal.device
-        (hidden, *_) = self.causal.get_decoder()(
-            input_ids=torch.tensor(ids, device=device),
-            position_ids=torch.tensor(positions, device=device),
-            attention_mask=torch.ones(len(ids), len(ids[0]), dtype=torch.long, device=device),
-            use_cache=False,
-            return_dict=False,
-            **layout,
-        )
-        return hidden
+    def _forward(
+        self, ids: list[list[int]], positions: list[list[int]], cache: PrefixCache, groups: Groups = ()
+    ) -> Tensor:
+        input_ids, position_ids = (torch.tensor(part, device=self.causal.device) for part in (ids, positions))
+        return hidden_states(self.causal, input_ids, torch.ones_like(input_ids), position_ids, groups, cache)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head: Any = self.causal.get_output_embeddings()
         return head(hidden).float()
 
-    def _settle(self, rows: Sequence[_Row], scores: Tensor, draw: Any, rules: StopRules) -> dict[int, bool]:
+    def _settle(self, rows: Sequence[_Row], scores: Tensor, draw: Sampler, rules: StopRules) -> dict[int, bool]:
         """Draws the next token of each row; which of them end with it, and whether by a stop rather than by length."""
         uniforms = None
         if rows[0].uniforms is not None:
