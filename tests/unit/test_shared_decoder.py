@@ -164,7 +164,7 @@ def test_adapters_act_in_it() -> None:
 
 
 def test_in_bf16_log_probs_are_those_of_the_training_pass_but_for_rounding() -> None:
-    """Mean gap of 0.0002 nats, against 0.00004 of transformers' generate: the two parts of attention are rounded each."""
+    """Mean gap of 0.0002 nats, against 0.00004 of `generate`: the two parts of attention are rounded each."""
     set_seed(0)
     model = tiny_qwen2().to(torch.bfloat16).eval()
     _, ours = both(model, groups(5, 17, 30), generations=16, stop_ids=ENDS, max_new_tokens=40)
