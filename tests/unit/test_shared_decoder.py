@@ -223,12 +223,25 @@ def test_what_is_not_counted_has_been_counted_before() -> None:
     assert passes == [0, 200 - 1 - 3], "all but the prompts and the passes before which the buffers grew: 64, 128, 256"
 
 
+def test_the_number_of_groups_adds_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_seed(0)
+    decoder, calls = SharedDecoder(sharing(tiny_qwen2().eval()), TOKENIZER, Rollout(max_new_tokens=5), (), seed=3), []
+    attend = prefix_cache._attention
+    monkeypatch.setattr(prefix_cache, "_attention", lambda *given: (calls.append(1), attend(*given))[1])
+    found = []
+    for lengths in ((5,), (5, 17, 1, 9, 3, 30, 2)):
+        calls.clear()
+        decoder.generate(groups(*lengths), step=0, generations=2)
+        found.append(len(calls))
+    assert found == [2 * 2 * 4] * 2, "own and shared part of two layers, in each of four passes over one token"
+
+
 def test_a_prompt_leaves_with_the_last_of_its_rows() -> None:
     cache = PrefixCache(4, 64, torch.device("cpu"))
-    cache.enter([7, 9], 2)
-    cache.store_prompts(0, torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8), [3, 2])
-    assert cache.drop([0]) == [(3, 0)] and set(cache._layers[0].prompts) == {7, 9}
-    assert cache.drop([1]) == [(2, 1)] and set(cache._layers[0].prompts) == {9}
+    cache.enter([7, 9], [3, 2], 2)
+    cache.store_prompts(0, torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8))
+    assert cache.drop([0]) == [(3, 0)] and cache.groups == [7, 9]
+    assert cache.drop([1]) == [(2, 1)] and cache.groups == [9]
     assert cache.group_of == [9, 9]
 
 

@@ -39,7 +39,7 @@ def attention(
         layer = cast(int, module.layer_idx)
         if not groups:
             return prefix_cache.attend(layer, query, key, value, kwargs.get("scaling")), None
-        prefix_cache.store_prompts(layer, key, value, [prompt for prompt, _ in groups])
+        prefix_cache.store_prompts(layer, key, value)
     if not groups or masks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     # The fused kernels of a card take a mask or unequal numbers of heads, not both.

@@ -101,7 +101,7 @@ class SharedDecoder(Decoder):
     def _prefill(self, cache: PrefixCache, entering: Sequence[Group], generations: int) -> Tensor:
         """Logits of the first token of each row that enters, (R, V) fp32."""
         prompts = [group.prompt.ids for group in entering]
-        cache.enter([group.group for group in entering], generations)
+        cache.enter([group.group for group in entering], [len(prompt) for prompt in prompts], generations)
         hidden = self._forward(
             [[token for prompt in prompts for token in prompt]],
             [[position for prompt in prompts for position in range(len(prompt))]],
