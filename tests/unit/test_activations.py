@@ -170,6 +170,13 @@ def test_small_passes_are_like_the_large_one() -> None:
             assert one.input_ids.shape[0] == layout.generations
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_small_pass_stays_within_the_longest_row(shared: bool) -> None:
+    """One of a run of short rows is longer than they are: positions beyond them change the base of a dynamic RoPE."""
+    rows = Layout(31, 4, 4, shared).small(4, torch.device("cpu"))
+    assert rows.input_ids.shape[1] > 35 and rows.position_ids.max() == 34
+
+
 def test_state_of_the_first_step_by_stage() -> None:
     """Of a million trained parameters of three: bytes a trained parameter, on four ranks."""
     found = {}

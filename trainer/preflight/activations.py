@@ -60,7 +60,14 @@ class Layout:
         ids = (1,) * (new + 1)  # the last token of a completion is no input
         group = [Completion(0, i, prompt, ids, (0.0,) * len(ids), "stop", "") for i in range(self.generations)]
         rows = pack_groups(group, device=device) if self.shared else pack(group, pad_id=0, device=device)
-        return rows._replace(score_at=rows.score_at[:1], targets=rows.targets[:1], completion=rows.completion[:1])
+        # Positions cost nothing, but those beyond the longest row would change a dynamic RoPE, or have no embedding.
+        positions = rows.position_ids.clamp(max=self.prompt + self.new - 1)
+        return rows._replace(
+            position_ids=positions,
+            score_at=rows.score_at[:1],
+            targets=rows.targets[:1],
+            completion=rows.completion[:1],
+        )
 
 
 @dataclass(frozen=True)
