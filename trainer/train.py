@@ -64,7 +64,7 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     # 3. Advantages within each group; then what the reference says of the tokens to train. N counts skipped ones, too.
     trainable = trained(completions, config.grpo.mask_truncated)
     if kl_in_reward(state):
-        charge_kl_to_rewards(state, trainable, sums)
+        charge_kl_to_rewards(state, trained(completions, mask_truncated=False), sums)
     set_advantages(state, completions)
     count = global_count(state, trainable)
     batches = passes(state, with_gradient(state, trainable))

@@ -115,7 +115,10 @@ def kl_of(state: State, batch: MicroBatch, scores: TokenScores) -> Tensor:
 
 @torch.no_grad()
 def charge_kl_to_rewards(state: State, completions: Sequence[Completion], sums: Sums) -> None:
-    """``placement = "reward"``: coefficient * sum of a completion's KL, by the policy before its update."""
+    """``placement = "reward"``: coefficient * sum of a completion's KL, by the policy before its update.
+
+    Of cut ones that the loss leaves out, too: uncharged they would lift the mean that the others are compared with.
+    """
     charges: dict[tuple[int, int], float] = {}
     for batch in passes(state, completions):
         ask_reference(state, batch)

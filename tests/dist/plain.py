@@ -61,13 +61,7 @@ def plain_update(
 
     scores = {id(row): tokens(row) for row in scored}
     rewards = {
-        id(row): row["rewards"]["score"]
-        # What is masked out of the loss has no charge: it was not scored by the models.
-        - (
-            coef * scores[id(row)][1].sum().item()
-            if placement == "reward" and any(row is one for one in trained)
-            else 0.0
-        )
+        id(row): row["rewards"]["score"] - (coef * scores[id(row)][1].sum().item() if placement == "reward" else 0.0)
         for row in scored
     }
     advantages: dict[int, float] = {}
@@ -79,8 +73,10 @@ def plain_update(
         for row in members:
             advantages[id(row)] = 0.0 if max(values) == min(values) else (rewards[id(row)] - mean) / (std + 1e-4)
 
+    # The metric is over what the KL is charged to.
+    measured = torch.cat([scores[id(row)][1].detach() for row in (scored if placement == "reward" else trained)])
     total = torch.zeros((), dtype=torch.float64)
-    kl_sum, token_count = 0.0, 0
+    token_count = 0
     for row in trained:
         logps, kl = scores[id(row)]
         advantage = advantages[id(row)]
@@ -92,7 +88,7 @@ def plain_update(
             loss = -torch.clamp(ratio, max=1.2).detach() * advantage * logps
         else:
             loss = -torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.2) * advantage)
-        kl_sum, token_count = kl_sum + kl.sum().item(), token_count + len(kl)
+        token_count += len(kl)
         if placement == "loss":
             weight = {"k2": ratio.detach(), "k3": ratio, "exact": 1.0}[estimator] if ratio_weighted else 1.0
             loss = loss + coef * weight * kl
@@ -108,4 +104,4 @@ def plain_update(
     named = {name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad}
     gradient = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
     norm = math.sqrt(sum(float((g**2).sum()) for g in gradient.values()))
-    return Update(gradient, float(loss), kl_sum / token_count, norm)
+    return Update(gradient, float(loss), float(measured.mean()), norm)

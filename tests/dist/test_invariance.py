@@ -47,7 +47,8 @@ def covering(ranks: int) -> list[dict[str, Any]]:
         }
         for number, formula in enumerate(FORMULAS)
     ]
-    cells += [BASE | {"mask_truncated": True}, BASE | {"ratio_weighted": False, "stage": 3, "lora": False}]
+    cells += [BASE | {"mask_truncated": True}, BASE | {"mask_truncated": True, "placement": "reward"}]
+    cells += [BASE | {"ratio_weighted": False, "stage": 3, "lora": False}]
     if ranks > 1:
         cells += [BASE | {"control": control} for control in CONTROLS]
     return cells

@@ -245,6 +245,15 @@ def test_a_prompt_leaves_with_the_last_of_its_rows() -> None:
     assert cache.group_of == [9, 9]
 
 
+def test_buffers_end_at_the_longest_completion() -> None:
+    cache = PrefixCache(1, 100, torch.device("cpu"))
+    cache.enter([0], [3], 1)
+    grown = [cache.append_rows() for _ in range(99)]
+    assert [at for at, more in enumerate(grown) if more] == [0, 64]
+    token = torch.zeros(1, 2, 1, 8)
+    assert cache._room(None, token)[0].shape == (1, 2, 100, 8)
+
+
 def test_nothing_of_a_rollout_is_left_in_the_model() -> None:
     set_seed(0)
     model, prompts = sharing(tiny_qwen2().train()), groups(5, 17)
