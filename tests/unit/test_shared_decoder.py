@@ -23,7 +23,7 @@ from transformers import (
 
 import trainer.rollout.decoder
 import trainer.rollout.sampling
-from tests.tiny import tiny_qwen2, tiny_tokenizer
+from tests.tiny import TINY, tiny_qwen2, tiny_tokenizer
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Rollout
 from trainer.models import prefix_cache
@@ -38,15 +38,7 @@ from trainer.rollout.sampling import NoiseKey
 from trainer.rollout.shared import SharedDecoder
 
 TOKENIZER = tiny_tokenizer()
-SHAPE = {
-    "vocab_size": len(TOKENIZER) + 5,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+SHAPE = TINY | {"vocab_size": len(TOKENIZER) + 5, "num_hidden_layers": 3, "max_position_embeddings": 512}
 FAMILIES = {
     "qwen2": tiny_qwen2,
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),

@@ -22,21 +22,14 @@ from transformers import (
     set_seed,
 )
 
+from tests.tiny import TINY
 from trainer.batch import Completion, PackedRows, Prompt
 from trainer.models.packing import micro_batches, pack, pack_groups, tokens_of
 from trainer.models.scorer import TokenScorer
 from trainer.models.shared_prefix import share_prompts
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SHAPE = TINY | {"vocab_size": 300}
 FAMILIES = {
     "qwen2 tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,8 +19,6 @@ from trainer.rollout.sampling import NoiseKey, Sampler
 MAX_ROWS = 128
 """Rows that decode together; more only adds memory. Samples do not depend on it."""
 
-Purpose = Literal["train", "eval"]
-
 
 @dataclass(frozen=True)
 class Group:
@@ -27,6 +26,10 @@ class Group:
 
     group: int
     prompt: Prompt
+
+
+Noise = Callable[[Group, int], np.ndarray | None]
+"""Of a completion, by its generation: (max_new_tokens,) uniforms; None decodes greedily."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,13 @@ class Decoder(ABC):
     uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around passes that hold no more memory than one before."""
 
-    @abstractmethod
     def generate(
         self,
         groups: Sequence[Group],
         *,
         step: int,
         generations: int,
-        purpose: Purpose = "train",
+        purpose: Literal["train", "eval"] = "train",
         greedy: bool = False,
     ) -> list[Completion]:
         """``generations`` completions of each prompt, in order of group and generation.
@@ -58,8 +60,16 @@ class Decoder(ABC):
         The model decodes in eval mode; its modes are as before afterwards.
         """
 
-    def key(self, group: Group, generation: int, step: int, purpose: Purpose) -> NoiseKey:
-        return NoiseKey(self.seed, purpose, step, group.prompt.index, generation)
+        def noise(group: Group, generation: int) -> np.ndarray | None:
+            key = NoiseKey(self.seed, purpose, step, group.prompt.index, generation)
+            return None if greedy else key.uniforms(self.rollout.max_new_tokens)
+
+        with torch.no_grad(), decoding(self.causal):
+            return self.complete(groups, generations, noise)
+
+    @abstractmethod
+    def complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
+        """The same, in eval mode and without gradients."""
 
     def sampler(self) -> Sampler:
         return Sampler(self.rollout, tokenizer_size=len(self.tokenizer), dtype=self.causal.dtype)

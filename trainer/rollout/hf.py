@@ -11,8 +11,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from trainer.batch import Completion
 from trainer.rollout import decoder
-from trainer.rollout.decoder import Decoder, Group, Purpose, StopRules, decoding
-from trainer.rollout.sampling import KeyedSampler, NoiseKey
+from trainer.rollout.decoder import Decoder, Group, Noise, StopRules
+from trainer.rollout.sampling import KeyedSampler
 
 NO_TOKEN = 2**31 - 1
 
@@ -21,31 +21,15 @@ NO_TOKEN = 2**31 - 1
 class HfDecoder(Decoder):
     """``rollout.engine = "hf"``."""
 
-    def generate(
-        self,
-        groups: Sequence[Group],
-        *,
-        step: int,
-        generations: int,
-        purpose: Purpose = "train",
-        greedy: bool = False,
-    ) -> list[Completion]:
+    def complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
         rows = [(group, generation) for group in groups for generation in range(generations)]
-        completions: list[Completion] = []
-        with decoding(self.causal):
-            for start in range(0, len(rows), decoder.MAX_ROWS):
-                part = rows[start : start + decoder.MAX_ROWS]
-                keys = [self.key(group, generation, step, purpose) for group, generation in part]
-                completions += self._decode(part, None if greedy else keys)
-        return completions
+        parts = [rows[start : start + decoder.MAX_ROWS] for start in range(0, len(rows), decoder.MAX_ROWS)]
+        return [completion for part in parts for completion in self._decode(part, [noise(*row) for row in part])]
 
-    @torch.no_grad()
-    def _decode(self, rows: Sequence[tuple[Group, int]], keys: Sequence[NoiseKey] | None) -> list[Completion]:
+    def _decode(self, rows: Sequence[tuple[Group, int]], noise: Sequence[np.ndarray | None]) -> list[Completion]:
         limit = self.rollout.max_new_tokens
-        device = self.causal.device
-        uniforms = None
-        if keys is not None:
-            uniforms = torch.from_numpy(np.stack([key.uniforms(limit) for key in keys])).to(device)
+        drawn = [one for one in noise if one is not None]
+        uniforms = torch.from_numpy(np.stack(drawn)).to(self.causal.device) if drawn else None
         input_ids, attention_mask = self._left_padded([group.prompt.ids for group, _ in rows])
         sampler = KeyedSampler(self.sampler(), uniforms, attention_mask == 0)
         ends = _Ends(StopRules(self), self.between_tokens)

@@ -15,7 +15,7 @@ from trainer.batch import Completion, Groups
 from trainer.models.prefix_cache import PrefixCache
 from trainer.models.shared_prefix import hidden_states
 from trainer.rollout import decoder
-from trainer.rollout.decoder import Decoder, Group, Purpose, StopRules, decoding
+from trainer.rollout.decoder import Decoder, Group, Noise, StopRules
 from trainer.rollout.sampling import Sampler
 
 PREFILL_TOKENS = 8192
@@ -38,16 +38,7 @@ class _Row:
 class SharedDecoder(Decoder):
     """``rollout.engine = "shared"``. The model's attention is that of ``models.shared_prefix``."""
 
-    @torch.no_grad()
-    def generate(
-        self,
-        groups: Sequence[Group],
-        *,
-        step: int,
-        generations: int,
-        purpose: Purpose = "train",
-        greedy: bool = False,
-    ) -> list[Completion]:
+    def complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
         waiting = deque(groups)
         # Two groups at least, so that one enters while another ends.
         slots = min(max(decoder.MAX_ROWS, 2 * generations), len(groups) * generations)
@@ -55,31 +46,30 @@ class SharedDecoder(Decoder):
         rows: list[_Row] = []
         done: dict[tuple[int, int], Completion] = {}
         rules, draw = StopRules(self), self.sampler()
-        with decoding(self.causal):
-            while waiting or rows:
-                self.between_tokens()
-                entering = self._next(waiting, (slots - len(rows)) // generations)
-                # Tensors are counted in passes that may hold more than one before: counting costs as much as a token.
-                more = bool(entering) or cache.append_rows()
-                with nullcontext() if more else self.uncounted():
-                    first = len(rows) if entering else 0
-                    if entering:
-                        rows += [
-                            _Row(group, generation, self._noise(group, generation, step, purpose, greedy))
-                            for group in entering
-                            for generation in range(generations)
-                        ]
-                        scores = self._prefill(cache, entering, generations)
-                    else:
-                        scores = self._decode(cache, rows)
-                    ended = self._settle(rows[first:], scores, draw, rules)
-                for at, stopped in ended.items():
-                    row = rows[first + at]
-                    key = (row.group.group, row.generation)
-                    done[key] = self.completion(row.group, row.generation, row.ids, row.logps, stopped=stopped)
-                for last, free in cache.drop([first + at for at in ended]):
-                    rows[free] = rows[last]
-                del rows[len(cache) :]
+        while waiting or rows:
+            self.between_tokens()
+            entering = self._next(waiting, (slots - len(rows)) // generations)
+            # Tensors are counted in passes that may hold more than one before: counting costs as much as a token.
+            more = bool(entering) or cache.append_rows()
+            with nullcontext() if more else self.uncounted():
+                first = len(rows) if entering else 0
+                if entering:
+                    rows += [
+                        _Row(group, generation, noise(group, generation))
+                        for group in entering
+                        for generation in range(generations)
+                    ]
+                    scores = self._prefill(cache, entering, generations)
+                else:
+                    scores = self._decode(cache, rows)
+                ended = self._settle(rows[first:], scores, draw, rules)
+            for at, stopped in ended.items():
+                row = rows[first + at]
+                key = (row.group.group, row.generation)
+                done[key] = self.completion(row.group, row.generation, row.ids, row.logps, stopped=stopped)
+            for last, free in cache.drop([first + at for at in ended]):
+                rows[free] = rows[last]
+            del rows[len(cache) :]
         return [done[group.group, generation] for group in groups for generation in range(generations)]
 
     def _next(self, waiting: deque[Group], room: int) -> list[Group]:
@@ -92,11 +82,6 @@ class SharedDecoder(Decoder):
                 break
             entering.append(waiting.popleft())
         return entering
-
-    def _noise(self, group: Group, generation: int, step: int, purpose: Purpose, greedy: bool) -> np.ndarray | None:
-        if greedy:
-            return None
-        return self.key(group, generation, step, purpose).uniforms(self.rollout.max_new_tokens)
 
     def _prefill(self, cache: PrefixCache, entering: Sequence[Group], generations: int) -> Tensor:
         """Logits of the first token of each row that enters, (R, V) fp32."""
