@@ -139,7 +139,9 @@ def ended(work: Callable[[], int]) -> int:
         code = work()
     except Lost as end:
         report(end.exit_code, str(end))
-        if WRAPPED not in os.environ:  # the one who started the ranks knows more than any of them
+        if WRAPPED in os.environ:  # the one who started the ranks knows more than any of them
+            _linger()
+        else:
             _say(f"lost: rank {RANK} of host {socket.gethostname()} ended with {end}")
         return end.exit_code
     except RunEnd as end:
@@ -173,6 +175,14 @@ def _tell(message: str) -> None:
             time.sleep(5)
     else:
         _say(message)
+
+
+def _linger() -> None:
+    """After the loss of another rank. launch.py looks at its ranks once a second and names one that has ended, not the
+    first that did: this one must not be among them before the one that was lost is seen.
+    """
+    with contextlib.suppress(KeyboardInterrupt):  # seen: it ends all the others
+        time.sleep(3)
 
 
 def _say(message: str) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import RUN_FILE
-from trainer.__main__ import main
-from trainer.errors import Refused
+from trainer.__main__ import ended, main
+from trainer.errors import Lost, Refused
 from trainer.launcher import handover, job, lease, probe, speech
 from trainer.launcher.handover import Handover, accept, split_environment, write_secrets
 from trainer.launcher.hosts import Host
@@ -349,6 +349,25 @@ def test_a_refusal_of_another_rank_alone() -> None:
 )
 def test_what_was_lost_is_named(found: Outcome, said: str) -> None:
     assert found.code() == 4 and found.message().startswith(said)
+
+
+def test_who_lost_a_neighbour_reports_it_and_leaves_after_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """launch.py looks once a second, and names any of those that have ended by then."""
+    monkeypatch.setenv(speech.WRAPPED, "id")
+    monkeypatch.setenv("RANK", "0")
+    told: list[tuple[float, str]] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: told.append((seconds, capsys.readouterr().out)))
+
+    def lose() -> int:
+        raise Lost("a collective that failed")
+
+    assert ended(lose) == 4
+    ((seconds, said),) = told
+    report = heard(said, "id")
+    assert isinstance(report, Report) and (report.code, report.why) == (4, "a collective that failed")
+    assert seconds > 2
 
 
 def test_a_print_does_not_end_a_host() -> None:
