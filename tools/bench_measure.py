@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import re
 import time
 from collections import Counter
@@ -23,8 +24,13 @@ def _sdpa_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: A
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
+def _blocked_linear(hidden: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(hidden) * weight[0]
+
+
 # The counter knows CUDA's attention kernels alone. Attention counts as if no key were masked, on both sides.
-CPU_ATTENTION = {
+CPU_KERNELS = {
+    torch.ops.mkldnn._linear_pointwise: _blocked_linear,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
 }
@@ -52,7 +58,7 @@ class Meter:
         else:
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         if count_flops:
-            self.counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+            self.counter = FlopCounterMode(display=False, custom_mapping=CPU_KERNELS)
             self.counter.__enter__()
         self.seconds = {clock: dict.fromkeys(PHASES, 0.0) for clock in ("wall", "cpu")}
         self.peak = 0  # by laps: our own step begins CUDA's measurement anew at its end

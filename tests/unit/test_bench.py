@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny_run import PROMPTS, run_config, start, write_run
 from tools.bench_inputs import CAP, Settings, token_ratio, tokenizer
-from tools.bench_measure import CPU_ATTENTION, Meter
+from tools.bench_measure import CPU_KERNELS, Meter
 from tools.bench_ours import ENGINES, as_engine, forced_lengths, laps, step
 from tools.bench_table import curve_points, markdown, summary
+from trainer.models.blocked_weights import blocked_weights
 from trainer.world import World
 
 SETTINGS = Settings(
@@ -98,12 +100,21 @@ def test_a_smaller_group_and_shorter_prompts_on_demand(tmp_path: Path, world: Wo
 
 def test_attention_on_a_cpu_is_counted() -> None:
     query, key = torch.randn(1, 4, 8, 16, requires_grad=True), torch.randn(1, 2, 24, 16)
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=CPU_KERNELS) as counter:
         out = scaled_dot_product_attention(query, key, key, enable_gqa=True)
         forward = counter.get_total_flops()
         out.sum().backward()
     assert forward == 2 * 2 * 4 * 8 * 24 * 16
     assert counter.get_total_flops() == forward + 5 * forward // 2
+
+
+def test_products_of_blocked_weights_are_counted() -> None:
+    layer, hidden = nn.Linear(24, 40, bias=False), torch.randn(2, 3, 24)
+    with FlopCounterMode(display=False, custom_mapping=CPU_KERNELS) as counter, torch.no_grad():
+        plain = (layer(hidden), counter.get_total_flops())[1]
+        with blocked_weights(layer):
+            layer(hidden)
+    assert plain == 2 * 2 * 3 * 24 * 40 and counter.get_total_flops() == 2 * plain
 
 
 def test_medians_and_ratios_of_single_times() -> None:

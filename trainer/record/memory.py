@@ -71,11 +71,13 @@ class _LiveStorages(TorchDispatchMode):
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        # A weight in blocks (models/blocked_weights.py) has no storage, and nothing shares it.
+        blocks = tensor.layout == torch._mkldnn
+        storage = tensor if blocks else tensor.untyped_storage()
+        key = id(tensor) if blocks else storage._cdata
         if key in self.sizes:
             return
-        self.sizes[key] = storage.nbytes()
+        self.sizes[key] = storage.nbytes if blocks else storage.nbytes()
         self.held += self.sizes[key]
         self.peak = max(self.peak, self.held)
         weakref.finalize(storage, self._freed, key)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.batch import Completion, Groups
+from trainer.models.blocked_weights import blocked_weights
 from trainer.models.prefix_cache import PrefixCache
 from trainer.models.shared_prefix import hidden_states
 from trainer.rollout import decoder
@@ -39,6 +40,10 @@ class SharedDecoder(Decoder):
     """``rollout.engine = "shared"``. The model's attention is that of ``models.shared_prefix``."""
 
     def complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
+        with blocked_weights(self.causal):
+            return self._complete(groups, generations, noise)
+
+    def _complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
         waiting = deque(groups)
         # Two groups at least, so that one enters while another ends.
         slots = min(max(decoder.MAX_ROWS, 2 * generations), len(groups) * generations)
