@@ -71,16 +71,21 @@ class _LiveStorages(TorchDispatchMode):
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
-        # A weight in blocks (models/blocked_weights.py) has no storage, and nothing shares it.
-        blocks = tensor.layout == torch._mkldnn
-        storage = tensor if blocks else tensor.untyped_storage()
-        key = id(tensor) if blocks else storage._cdata
+        if (
+            tensor.is_mkldnn
+        ):  # a weight in blocks (models/blocked_weights.py): it has no storage that others could share
+            self._hold(id(tensor), tensor.nbytes, tensor)
+        else:
+            storage = tensor.untyped_storage()
+            self._hold(storage._cdata, storage.nbytes(), storage)
+
+    def _hold(self, key: int, size: int, owner: object) -> None:
         if key in self.sizes:
             return
-        self.sizes[key] = storage.nbytes if blocks else storage.nbytes()
-        self.held += self.sizes[key]
+        self.sizes[key] = size
+        self.held += size
         self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self._freed, key)
+        weakref.finalize(owner, self._freed, key)
 
     def _freed(self, key: int) -> None:
         self.held -= self.sizes.pop(key)
