@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Environment, lint, format, types, then every test; pytest's closing line comes last.
+# Environment, lint, format, types, then every test: those of one process side by side, then those that start ranks.
 # --full adds the tests marked `full` (matrices, kill sweeps, soaks), which write tests/results/*.json.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -20,6 +20,10 @@ part() {
 part ruff check .
 part ruff format --check .
 part mypy trainer
-echo "== pytest"
-.venv/bin/python -m pytest -m "$marked" || status=1
+tests() {
+    echo "== pytest $*"
+    .venv/bin/python -m pytest -m "$marked" "$@" || status=1
+}
+tests tests/unit --numprocesses auto --maxprocesses 4 --dist loadfile
+tests tests/dist tests/cluster
 exit $status
