@@ -204,8 +204,9 @@ class Reference(Section):
     mode: Literal["auto", "adapter", "cpu", "gpu", "zero3"] = Field(
         default="auto",
         description=(
-            "Where the reference model lives. auto: LoRA switches its adapter off (no second copy), full fine-tuning"
-            " keeps a copy on the CPU."
+            "Where the reference model lives. auto: LoRA switches its adapter off (no second copy); full fine-tuning"
+            " keeps a copy in CPU memory (2 bytes a parameter and rank in bf16), whose layers pass through the GPU two"
+            " at a time, once a step. gpu: the copy stays there."
         ),
     )
 

@@ -30,6 +30,7 @@ from trainer.models.policy import (
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.shared_prefix import share_prompts
+from trainer.models.streaming import Placement
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
 from trainer.preflight.activations import room_for_activations
 from trainer.preflight.facts import facts_of
@@ -155,10 +156,10 @@ def load_models(checked: Checked, world: World) -> Models:
             policy,
             config.reference.mode,
             temperature=config.rollout.temperature,
-            device=world.device,
+            placement=Placement(world.device),
             continued=bool(config.lora.start_adapter),
         )
-    checked.notes.append(f"reference: {reference.kind if reference else 'none, since grpo.kl.coef = 0'}")
+    checked.notes.append(f"reference: {reference.where if reference else 'none, since grpo.kl.coef = 0'}")
     context = HookContext(
         step=0,
         policy=policy.causal,
