@@ -197,6 +197,10 @@ def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, off
             ) from error
     if optim.name == "sgd":
         return torch.optim.SGD(trained, lr=optim.lr, weight_decay=optim.weight_decay)
+    if optim.name == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     return torch.optim.AdamW(
         trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )

@@ -1,6 +1,7 @@
 """A reference that is streamed: the log-probs of a resident one, bit for bit, and two layers on the device at most."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def sizes(model: PreTrainedModel) -> list[int]:
 
 def most_of_two(model: PreTrainedModel) -> int:
     each = sizes(model)
-    return max(one + other for one, other in zip(each, each[1:], strict=False))
+    return max(one + other for one, other in pairwise(each))
 
 
 def test_two_layers_are_on_the_device_at_most_and_none_after() -> None:

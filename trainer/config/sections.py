@@ -145,7 +145,12 @@ class Data(Section):
 
 class Optim(Section):
     name: Literal["adamw", "adamw8bit", "sgd"] = Field(
-        default="adamw", description="Optimizer. adamw; DeepSpeed's CPU Adam where it is offloaded."
+        default="adamw",
+        description=(
+            "Optimizer. adamw; DeepSpeed's CPU Adam where it is offloaded. adamw8bit: bitsandbytes' AdamW, moments of 2"
+            " bytes a parameter, not 8; they are rounded in blocks of a rank's shard, so that the update depends a"
+            " little on ranks and stage."
+        ),
     )
     lr: float = Field(
         default=2e-5, gt=0, description="Peak learning rate. 2e-5 suits LoRA; full fine-tuning takes about 1e-6."

@@ -147,19 +147,23 @@ class Parameters:
     """Bytes of one in the forward pass."""
 
 
-def state_bytes(parameters: Parameters, zero: dict[str, Any], *, ranks: int, adam: bool, elsewhere: bool) -> float:
-    """What a rank allocates besides in its first step: 12 bytes a trained parameter, or a shard of them.
+MOMENTS = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
+"""Bytes a trained parameter of the optimizer's state, by optim.name."""
 
-    Gradients take 4, sharded from ZeRO stage 2 on. Adam's two moments take 8, sharded from stage 1 on, and nothing on a
+
+def state_bytes(parameters: Parameters, zero: dict[str, Any], *, ranks: int, moments: int, elsewhere: bool) -> float:
+    """What a rank allocates besides in its first step: with AdamW 12 bytes a trained parameter, or a shard of them.
+
+    Gradients take 4, sharded from ZeRO stage 2 on. The ``moments`` are sharded from stage 1 on, and take nothing on a
     card whose optimizer is offloaded (``elsewhere``). Stages 1 and 2 fill a bucket with gradients; stage 3 gathers
     parameters, up to a limit. ``zero``: the table zero_optimization, whose absent keys are DeepSpeed's defaults.
     """
     stage = zero.get("stage", 0)
     gradients = 4 * parameters.trained / (ranks if stage >= 2 else 1)
-    moments = 8 * parameters.trained / (ranks if stage >= 1 else 1) if adam and not elsewhere else 0
+    state = 0 if elsewhere else moments * parameters.trained / (ranks if stage >= 1 else 1)
     bucket = zero.get("reduce_bucket_size", 5e8) if stage in (1, 2) else 0
     gathered = min(parameters.total, zero.get("stage3_max_live_parameters", 1e9)) if stage == 3 else 0
-    return gradients + moments + parameters.itemsize * (bucket + gathered)
+    return gradients + state + parameters.itemsize * (bucket + gathered)
 
 
 def free_bytes(world: World) -> float:
@@ -226,7 +230,7 @@ def room_for_activations(
         parameters,
         zero,
         ranks=world.size,
-        adam=config.optim.name != "sgd",
+        moments=MOMENTS[config.optim.name],
         elsewhere=offloaded and world.device.type != "cpu",
     )
     tokens = layout.largest_pass(

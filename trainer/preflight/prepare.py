@@ -34,7 +34,7 @@ from trainer.models.streaming import Placement
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
 from trainer.preflight.activations import room_for_activations
 from trainer.preflight.facts import facts_of
-from trainer.preflight.offload import check_offload
+from trainer.preflight.optimizer import check_optimizer
 from trainer.preflight.replay import check_replay
 from trainer.record.memory import PeakMemory
 from trainer.record.trackers import check_trackers
@@ -92,7 +92,7 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
         dtype="bf16" if dtype == torch.bfloat16 else "fp32",
         hidden_size=model_config.get_text_config(decoder=True).hidden_size,
     )
-    check_offload(deepspeed)
+    check_optimizer(config, deepspeed)
     tokenizer = load_tokenizer(config.model)
     if config.lora.start_adapter:
         _, adapter_notes = start_adapter_base(config.lora.start_adapter, config.model.name_or_path)
