@@ -366,7 +366,6 @@ CASES = [
         {},
     ),
     ("not_yet", {"quant__bits": 4}, ["quant.bits = 4 is not available in this version; use 0."], {}),
-    ("not_yet", {"reference__mode": "zero3"}, ["reference.mode", 'use "auto"'], {}),
     ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
     ("not_yet", {"watch__on_alarm": "stop"}, ["watch.on_alarm", 'use "warn"'], {"watch__hang_timeout": 60.0}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),

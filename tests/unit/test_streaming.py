@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from trainer.models.reference import ROLE, Reference, make_reference
 from trainer.models.scorer import TokenScorer
 from trainer.models.shared_prefix import share_prompts
 from trainer.models.streaming import Placement, StreamedScorer
+from trainer.preflight import activations
 from trainer.state import State
 from trainer.world import World
 
@@ -67,6 +69,11 @@ def test_scores_are_those_of_the_resident_model(family: str, shared: bool, dtype
         expected = [TokenScorer(model, 0.7)(rows, return_hidden=True) for rows in batches]
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours["logps"], theirs["logps"]) and torch.equal(ours["hidden"], theirs["hidden"])
+
+
+def reference_of(model: PreTrainedModel) -> Reference:
+    policy = Policy(model, None, None, None, model.dtype)  # type: ignore[arg-type]
+    return make_reference(policy, "cpu", temperature=1.0, placement=Placement(CPU), continued=False)
 
 
 def sizes(model: PreTrainedModel) -> list[int]:
@@ -142,16 +149,15 @@ def test_a_resident_copy_is_counted_on_the_device() -> None:
 
 
 def test_the_weights_pass_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, placement = model_of("qwen2 tied"), Placement(CPU)
-    scorer, brought = streamed(model, placement), []
-    copy = Placement.copy
+    model, brought, copy = model_of("qwen2 tied"), [], Placement.copy
+    reference = reference_of(model)
 
     def counted(self: Placement, tensor: Tensor, role: str, place: Any) -> Tensor:
         brought.append(tensor.nbytes)
         return copy(self, tensor, role, place)
 
     monkeypatch.setattr(Placement, "copy", counted)
-    scorer(passes(shared=False) * 3)
+    reference.score(TokenScorer(model, 1.0), passes(shared=False) * 3, exact=True)
     assert sum(brought) == sum(sizes(model))
 
 
@@ -183,8 +189,25 @@ def run_two_steps(folder: Path, world: World, settings: dict[str, Any]) -> tuple
     return state, [step(state)[0] for _ in range(2)]
 
 
+@pytest.mark.parametrize("variant", ["k3 bf16, a row each", "exact", "exact, a row each, in the reward"])
+def test_a_step_with_a_sharded_reference_is_that_of_the_resident_one(folder: Path, world: World, variant: str) -> None:
+    (ours, found), (theirs, expected) = (
+        run_two_steps(folder, world, SETTINGS[variant] | {"reference.mode": mode}) for mode in ("zero3", "auto")
+    )
+    assert ours.reference is not None and ours.reference.kind == "sharded copy"
+    left = sum(one.numel() for one in ours.reference.copy.parameters())
+    assert left < 0.02 * sum(one.numel() for one in ours.policy.causal.parameters()), "norms and biases alone"
+    assert [one["kl"] for one in found] == [one["kl"] for one in expected] and found[1]["kl"] > 1e-6
+    moved = weights(theirs)
+    assert all(torch.equal(weight, moved[name]) for name, weight in weights(ours).items())
+
+
 @pytest.mark.parametrize("variant", SETTINGS)
-def test_a_step_is_that_of_the_resident_reference(folder: Path, world: World, variant: str) -> None:
+def test_a_step_is_that_of_the_resident_reference(
+    folder: Path, world: World, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, call = [], StreamedScorer.__call__
+    monkeypatch.setattr(StreamedScorer, "__call__", lambda self, batches: (begun.append(1), call(self, batches))[1])
     other = {"reference.mode": "auto" if variant != "lora" else "adapter"}
     (ours, found), (theirs, expected) = (
         run_two_steps(folder, world, SETTINGS[variant] | mode) for mode in ({"reference.mode": "cpu"}, other)
@@ -198,14 +221,20 @@ def test_a_step_is_that_of_the_resident_reference(folder: Path, world: World, va
     assert measured[:2] == measured[2:] and found[1]["kl"] > 1e-6
     moved = weights(theirs)
     assert all(torch.equal(weight, moved[name]) for name, weight in weights(ours).items())
+    assert len(begun) == 3, "a small pass at the start, and one a step"
     placement = ours.reference.streamed.placement
     assert placement.held[ROLE, "device"] == 0 < placement.held[ROLE, "host"]
     assert placement.peak[ROLE, "device"] < 0.75 * placement.held[ROLE, "host"]
 
 
-def reference_of(model: PreTrainedModel) -> Reference:
-    policy = Policy(model, None, None, None, model.dtype)  # type: ignore[arg-type]
-    return make_reference(policy, "cpu", temperature=1.0, placement=Placement(CPU), continued=False)
+def test_the_head_that_comes_for_each_exact_pass_is_counted_beforehand(folder: Path, world: World) -> None:
+    """By as much as the head is, gradients and optimizer take more in the note."""
+    taken = []
+    for mode in ("cpu", "auto"):
+        settings = {"grpo.kl.estimator": "exact", "lora.r": 0, "reference.mode": mode, "engine.token_budget": 64}
+        with patch.object(activations, "fits", lambda *_, state, **__: (taken.append(state), (True, ""))[1]):
+            start(folder, world, settings)
+    assert taken[0] - taken[1] == 300 * 32 * 4
 
 
 def test_an_architecture_that_does_more_than_its_layers_stays_resident() -> None:

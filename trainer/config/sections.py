@@ -211,7 +211,8 @@ class Reference(Section):
         description=(
             "Where the reference model lives. auto: LoRA switches its adapter off (no second copy); full fine-tuning"
             " keeps a copy in CPU memory (2 bytes a parameter and rank in bf16), whose layers pass through the GPU two"
-            " at a time, once a step. gpu: the copy stays there."
+            " at a time, once a step. gpu: the copy stays there. zero3: one copy in the CPU memory of all ranks, whose"
+            " layers are gathered in every pass."
         ),
     )
 

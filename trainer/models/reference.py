@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,17 @@ from trainer.models.scorer import TokenScorer
 from trainer.models.shared_prefix import NAME, sees_whole_context
 from trainer.models.streaming import Placement, StreamedScorer
 
-Kind = Literal["adapter off", "start adapter", "resident copy", "streamed copy"]
+Kind = Literal["adapter off", "start adapter", "resident copy", "streamed copy", "sharded copy"]
 
 ROLE = "reference"
+
+
+class Shards(Protocol):
+    """A copy that an engine has taken hold of."""
+
+    def __call__(self, rows: PackedRows, *, return_hidden: bool) -> dict[str, Tensor]: ...
+
+    def whole(self, parameter: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -31,6 +39,8 @@ class Reference:
     copy: TokenScorer | None = None
     streamed: StreamedScorer | None = None
     """The way to use a copy that lies on the host."""
+    shards: Shards | None = None
+    """The way to use a sharded copy, once the engines have started."""
 
     @torch.no_grad()
     def score(
@@ -45,28 +55,39 @@ class Reference:
             found = self.streamed(batches)
         else:
             with self.switch():
-                found = [(self.copy or policy)(rows, return_hidden=exact) for rows in batches]
+                found = [(self.shards or self.copy or policy)(rows, return_hidden=exact) for rows in batches]
         return [ReferenceScores(scores["logps"], scores["hidden"] if exact else None) for scores in found]
+
+    @property
+    def head_visits(self) -> bool:
+        """Whether ``head_weight`` puts a copy on the device, for the time of a pass."""
+        return self.kind in ("streamed copy", "sharded copy")
 
     def head_weight(self) -> Tensor | None:
         """The head of a copy, on the device; None when the reference has the policy's frozen head."""
         if self.copy is None:
             return None
-        weight = self.copy.head.weight.detach()
-        return weight if self.streamed is None else self.streamed.placement.copy(weight, ROLE, "device")
+        weight = self.copy.head.weight
+        if self.streamed is not None:
+            return self.streamed.placement.copy(weight, ROLE, "device")
+        return weight.detach() if self.shards is None else self.shards.whole(weight)
 
 
 def make_reference(
     policy: Policy, mode: str, *, temperature: float, placement: Placement, continued: bool
 ) -> Reference:
-    """``mode``: auto | adapter | cpu | gpu. LoRA: the policy with its adapter off, or with the frozen start adapter
-    when training continues from one, so that KL is 0 at step 0. Full fine-tuning: a frozen copy, which a card streams
-    from the CPU where the architecture allows it. On a CPU only "cpu" streams it, as a card would."""
+    """``mode``: auto | adapter | cpu | gpu | zero3. LoRA: the policy with its adapter off, or with the frozen start
+    adapter when training continues from one, so that KL is 0 at step 0. Full fine-tuning: a frozen copy, which a card
+    streams from the CPU where the architecture allows it. On a CPU only "cpu" streams it, as a card would. "zero3": a
+    copy for an engine to shard."""
     if policy.peft is not None and mode in ("auto", "adapter"):
         peft = policy.peft
         if continued:
             return Reference("start adapter", "start adapter", lambda: reference_adapter(peft))
         return Reference("adapter off", "adapter off", lambda: adapter_off(peft))
+    if mode == "zero3":
+        copy = TokenScorer(placement.frozen(policy.causal, ROLE, "host", pinned=False), temperature)
+        return Reference("sharded copy", "a copy in ZeRO-3 shards in CPU memory, gathered layer by layer", copy=copy)
     device = "GPU" if placement.device.type == "cuda" else "CPU"
     where = f"a copy on the {device}"
     if mode == "cpu" or (mode == "auto" and device == "GPU"):

@@ -40,9 +40,9 @@ class Placement:
         self.peak: Counter[tuple[str, Place]] = Counter()
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, tensor: Tensor, role: str, place: Place) -> Tensor:
+    def copy(self, tensor: Tensor, role: str, place: Place, *, pinned: bool = True) -> Tensor:
         """``tensor`` there, in a storage of its own; on the host page-locked, where a card will read it."""
-        pinned = place == "host" and self.device.type == "cuda"
+        pinned &= place == "host" and self.device.type == "cuda"
         home = self.device if place == "device" else torch.device("cpu")
         copied = torch.empty_like(tensor, device=home, pin_memory=pinned, requires_grad=False)
         copied.copy_(tensor.detach(), non_blocking=place == "device")
@@ -55,11 +55,12 @@ class Placement:
     def _freed(self, key: tuple[str, Place], size: int) -> None:
         self.held[key] -= size
 
-    def frozen(self, causal: PreTrainedModel, role: str, place: Place) -> PreTrainedModel:
+    def frozen(self, causal: PreTrainedModel, role: str, place: Place, *, pinned: bool = True) -> PreTrainedModel:
         """A copy of the model in that place, its ties kept, never trained."""
-        copies: dict[int, Any] = {id(one): self.copy(one, role, place) for one in causal.buffers()}
+        copies: dict[int, Any] = {id(one): self.copy(one, role, place, pinned=pinned) for one in causal.buffers()}
         for one in causal.parameters():
-            copies[id(one)] = nn.Parameter(self.copy(one, role, place), requires_grad=False)
+            copied = self.copy(one, role, place, pinned=pinned)
+            copies[id(one)] = nn.Parameter(copied, requires_grad=False)
         return copy.deepcopy(causal, copies).eval()
 
     def through(self, modules: Sequence[nn.Module], role: str) -> Iterator[Callable[..., Any]]:

@@ -213,9 +213,10 @@ def room_for_activations(
     shared: bool,
     token_budget: int,
     zero: dict[str, Any],
+    head_visits: bool,
 ) -> tuple[bool, str]:
     """``engine.gradient_checkpointing = "auto"``: whether it can stay off, and why. A collective of ranks that have
-    started, before their first step."""
+    started, before their first step. ``head_visits``: the reference's head is put on the device for each pass."""
     rollout, world = config.rollout, engine.world
     layout = Layout(lengths.prompt, lengths.new, rollout.num_generations, shared)
     with engine.gathered():
@@ -225,6 +226,7 @@ def room_for_activations(
             sum(one.numel() for one in scorer.parameters() if one.requires_grad),
             scorer.head.weight.element_size(),
         )
+        visiting = scorer.head.weight.nbytes if head_visits else 0
     offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     state = state_bytes(
         parameters,
@@ -236,4 +238,4 @@ def room_for_activations(
     tokens = layout.largest_pass(
         prompts=rollout.prompts_per_step, micro_batch=config.engine.micro_batch, token_budget=token_budget
     )
-    return fits(found, tokens, least=lengths.need, state=state, free=free_bytes(world), world=world)
+    return fits(found, tokens, least=lengths.need, state=state + visiting, free=free_bytes(world), world=world)

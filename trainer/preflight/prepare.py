@@ -15,7 +15,7 @@ from trainer.config import RunConfig, warnings
 from trainer.config.deepspeed_json import resolve
 from trainer.data.prompts import PromptSets, load_prompts
 from trainer.data.stops import StopIds, declared_eos, stop_ids
-from trainer.engine import ZeroEngine
+from trainer.engine import FrozenShards, ZeroEngine
 from trainer.errors import Refused
 from trainer.launcher import say
 from trainer.models.head import peak_bytes, whole_bytes
@@ -179,6 +179,8 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     config, causal = checked.config, models.policy.causal
     _tell(world, f"starting the engine ({config.engine.deepspeed})")
     engine = ZeroEngine(models.scorer, config.optim, checked.deepspeed, world)
+    if (reference := models.reference) and reference.kind == "sharded copy" and reference.copy:
+        reference.shards = FrozenShards(reference.copy, world)
     # Train mode is what gradient checkpointing is tied to; there is no dropout left that it could switch on.
     engine.module.train()
     memory = PeakMemory(world.device)
@@ -193,6 +195,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
             shared=models.shared_prompts,
             token_budget=_token_budget(config, world),
             zero=checked.deepspeed["zero_optimization"],
+            head_visits=config.grpo.kl.estimator == "exact" and bool(reference and reference.head_visits),
         )
         checkpointing = not room
         checked.notes.append(note)
