@@ -30,32 +30,22 @@ class ZeroEngine:
     """DeepSpeed's engine reduced to what a policy gradient needs: forward, summed backward, step, gather."""
 
     def __init__(self, module: nn.Module, optim: Optim, deepspeed_config: dict[str, Any], world: World) -> None:
-        if world.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import; a card may be present and not wanted
-        import deepspeed  # here, so that a command that trains nothing does not pay for the import
-
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        if world.device.type == "cpu":
-            # CPU ranks speak gloo. DeepSpeed would compile a shared-memory operator for 100 s at the first start, and
-            # leave 66 MiB per rank and port in /dev/shm after every run.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
-        self._deepspeed = deepspeed
+        self._deepspeed = deepspeed = _deepspeed(world)
         self.world = world
         self.stage: int = deepspeed_config.get("zero_optimization", {}).get("stage", 0)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         offload = (
             deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
         )
-        exact = {name: buffer for name, buffer in module.named_buffers() if buffer.dtype == torch.float32}
-        self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=_optimizer(deepspeed, trained, optim, offload=offload), config=deepspeed_config
-        )
+        with _exact_buffers(module, world.device):
+            self._engine, *_ = deepspeed.initialize(
+                model=module, optimizer=_optimizer(deepspeed, trained, optim, offload=offload), config=deepspeed_config
+            )
         self.module: nn.Module = self._engine.module
-        # In bf16 the engine casts the whole module. Rotary frequencies rounded to 8 bits turn long prompts into noise.
-        for name, buffer in exact.items():
-            owner, _, leaf = name.rpartition(".")
-            self.module.get_submodule(owner).register_buffer(leaf, buffer.to(world.device), persistent=False)
+        if self.stage == 0 and hasattr(self._engine.optimizer, "optimizer"):
+            # In bf16 DeepSpeed has taken a step on zeros to allocate the state. Adam's bias correction counts it: the
+            # first update would be 0.74 of what it should be.
+            self._engine.optimizer.optimizer.state.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Forward through the engine, so that its hooks run."""
@@ -172,6 +162,26 @@ class ZeroEngine:
             finally:
                 offload.setup_zero_stage3_hooks()
 
+    @property
+    def can_rest(self) -> bool:
+        """Whether ``optimizer_at_rest`` moves anything. DeepSpeed has it for stages 1 and 2, but for the optimizer that
+        it makes of stage 1 in bf16; in stage 3 for its FusedAdam alone."""
+        optimizer = self._engine.optimizer
+        return self.stage in (1, 2) and hasattr(optimizer, "offload_states") and not optimizer.cpu_offload
+
+    @contextmanager
+    def optimizer_at_rest(self) -> Iterator[None]:
+        """Master weights and optimizer state in CPU memory inside: room for a rollout, at 24 bytes a parameter over
+        PCIe, sharded. Gradients need none: there are none between two updates. The caller asks ``can_rest``."""
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
+
+        pinned = self.world.device.type == "cuda"
+        self._engine.offload_states(include=(States.hp_params, States.optim_states), pin_memory=pinned)
+        try:
+            yield
+        finally:
+            self._engine.reload_states()
+
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Whole ``parameters`` on every rank, to read them (export). A collective under ZeRO-3."""
@@ -180,6 +190,67 @@ class ZeroEngine:
             return
         with self._deepspeed.zero.GatheredParameters(list(parameters)):
             yield
+
+
+class FrozenShards:
+    """A module that is not trained, in ZeRO-3 shards in CPU memory: a rank holds its part, and gathers each layer on
+    the device as the forward comes to it."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self._deepspeed = deepspeed = _deepspeed(world)
+        config = {
+            "train_batch_size": world.size,
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": next(module.parameters()).dtype == torch.bfloat16},
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": False,
+                "stage3_max_reuse_distance": 0,  # a layer is let go of when it has been computed
+                "stage3_param_persistence_threshold": max(
+                    (one.numel() for one in module.parameters() if one.dim() == 1), default=0
+                ),  # norms and biases stay whole
+                "offload_param": {"device": "cpu", "pin_memory": world.device.type == "cuda"},
+            },
+            "steps_per_print": 10**9,
+        }
+        with _exact_buffers(module, world.device):
+            self._engine, *_ = deepspeed.initialize(model=module, config=config)
+        self._engine.eval()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """A collective: as many calls on every rank."""
+        return self._engine(*args, **kwargs)
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """A whole copy of one parameter, on the device. A collective."""
+        with self._deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+
+def _deepspeed(world: World) -> Any:
+    """The library, and this rank in its process group."""
+    if world.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import; a card may be present and not wanted
+    import deepspeed  # here, so that a command that trains nothing does not pay for the import
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if world.device.type == "cpu":
+        # CPU ranks speak gloo. DeepSpeed would compile a shared-memory operator for 100 s at the first start, and
+        # leave 66 MiB per rank and port in /dev/shm after every run.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
+    return deepspeed
+
+
+@contextmanager
+def _exact_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """fp32 buffers stay what they are. In bf16 an engine casts the whole module, and rotary frequencies rounded to 8
+    bits turn long prompts into noise."""
+    exact = {name: buffer for name, buffer in module.named_buffers() if buffer.dtype == torch.float32}
+    yield
+    for name, buffer in exact.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner).register_buffer(leaf, buffer.to(device), persistent=False)
 
 
 def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, offload: bool) -> torch.optim.Optimizer:
@@ -197,6 +268,10 @@ def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, off
             ) from error
     if optim.name == "sgd":
         return torch.optim.SGD(trained, lr=optim.lr, weight_decay=optim.weight_decay)
+    if optim.name == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     return torch.optim.AdamW(
         trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )

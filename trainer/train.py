@@ -68,8 +68,8 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     set_advantages(state, completions)
     count = global_count(state, trainable)
     batches = passes(state, with_gradient(state, trainable))
-    for batch in batches if kl_in_loss(state) else ():
-        ask_reference(state, batch)
+    if kl_in_loss(state):
+        ask_reference(state, batches)
     clock.lap("reference")
 
     # 4. The updates: a sum over this rank's tokens, divided once by a count over all ranks.

@@ -54,11 +54,13 @@ def passes(state: State, completions: Sequence[Completion]) -> list[MicroBatch]:
     )
 
 
-def ask_reference(state: State, batch: MicroBatch) -> None:
-    """What the reference says of the same tokens."""
+def ask_reference(state: State, batches: Sequence[MicroBatch]) -> None:
+    """What the reference says of the same tokens, those of all micro-batches at once."""
     assert state.reference is not None
     exact = state.config.grpo.kl.estimator == "exact"
-    batch.reference = state.reference.score(state.engine, batch.rows, exact=exact)
+    scores = state.reference.score(state.engine, [batch.rows for batch in batches], exact=exact)
+    for batch, its in zip(batches, scores, strict=True):
+        batch.reference = its
 
 
 def micro_batch_loss(state: State, batch: MicroBatch, sums: Sums, *, first: bool) -> Tensor:
@@ -100,9 +102,8 @@ def forward(state: State, batch: MicroBatch) -> TokenScores:
     if not exact:
         return token_scores(state.engine(batch.rows), exact=False)
     assert batch.reference is not None and state.reference is not None
-    weight = state.reference.head_weight
-    weight = None if weight is None else weight.to(state.world.device)
-    return token_scores(state.engine(batch.rows, batch.reference.hidden, weight), exact=True)
+    hidden, weight = batch.reference.hidden, state.reference.head_weight()
+    return token_scores(state.engine(batch.rows, hidden, weight), exact=True)
 
 
 def kl_of(state: State, batch: MicroBatch, scores: TokenScores) -> Tensor:
@@ -120,8 +121,9 @@ def charge_kl_to_rewards(state: State, completions: Sequence[Completion], sums: 
     Of cut ones that the loss leaves out, too: uncharged they would lift the mean that the others are compared with.
     """
     charges: dict[tuple[int, int], float] = {}
-    for batch in passes(state, completions):
-        ask_reference(state, batch)
+    batches = passes(state, completions)
+    ask_reference(state, batches)
+    for batch in batches:
         scores = forward(state, batch)
         if batch.completions:
             measure_policy(state, batch, scores, sums)

@@ -18,6 +18,7 @@ from tests.dist.faults_zero3 import (
     exported_from_stage_3,
     gathers_of_a_rollout,
     ranks_stop_at_different_lengths,
+    references_of_a_full_policy,
     stage_3_is_the_model_that_was_saved,
 )
 from tests.tiny_run import distance, ragged, start, step, weights
@@ -209,6 +210,7 @@ CELLS = (
     every_row_keeps_its_advantage,
     uneven_work,
     ranks_stop_at_different_lengths,
+    references_of_a_full_policy,
     gathers_of_a_rollout,
     stage_3_is_the_model_that_was_saved,
     exported_from_stage_3,

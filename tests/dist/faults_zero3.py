@@ -37,6 +37,24 @@ def ranks_stop_at_different_lengths(folder: Path, world: World) -> Found:
     return {"lengths": sorted({len(one.ids) for one in completions}), "next": metrics["completion_tokens_mean"]}
 
 
+def references_of_a_full_policy(folder: Path, world: World) -> Found:
+    """KL and weights after two steps, by where the reference lies. Rank 1 has less to do: it runs fillers."""
+    found: Found = {}
+    base = {"lora.r": 0, "rollout.prompts_per_step": 3, "engine.micro_batch": 2, "engine.deepspeed": "zero3"}
+    for mode in ("auto", "cpu", "zero3"):
+        state = start(folder, world, base | {"grpo.kl.estimator": "exact", "reference.mode": mode})
+        assert state.reference is not None
+        kl = [step(state)[0]["kl"] for _ in range(2)]
+        after = weights(state)
+        found[mode] = {
+            "kind": state.reference.kind,
+            "kl": kl,
+            "sum": sum(float(w.double().sum()) for w in after.values()),
+        }
+        state.engine.close()
+    return found
+
+
 @contextmanager
 def counted_gathers() -> Iterator[list[int]]:
     """Counts DeepSpeed's calls of its backend's collectives that gather parameters."""

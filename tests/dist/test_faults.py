@@ -153,6 +153,14 @@ def test_b36_ranks_that_stop_at_different_lengths_meet_again(found: Cells) -> No
     assert one["next"] == other["next"] > 0
 
 
+def test_a_reference_is_the_same_wherever_it_lies(found: Cells) -> None:
+    """Under ZeRO-3, the exact KL, and unequal work, bit for bit."""
+    for rank in found["references_of_a_full_policy"]:
+        kinds = [rank[mode].pop("kind") for mode in ("auto", "cpu", "zero3")]
+        assert kinds == ["resident copy", "streamed copy", "sharded copy"]
+        assert rank["auto"] == rank["cpu"] == rank["zero3"] and rank["auto"]["kl"][1] > 0
+
+
 def test_b37_gathers_of_a_rollout_do_not_grow_with_its_tokens(found: Cells) -> None:
     for rank in found["gathers_of_a_rollout"]:
         assert rank["6 with hooks"] > 2 * rank["2 with hooks"] > 0, "the count sees nothing"

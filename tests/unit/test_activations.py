@@ -183,9 +183,9 @@ def test_state_of_the_first_step_by_stage() -> None:
     for stage in range(4):
         zero = {"stage": stage, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 2_000_000}
         parameters = Parameters(total=3_000_000, trained=1_000_000, itemsize=2)
-        found[stage] = state_bytes(parameters, zero, ranks=4, adam=True, elsewhere=False) / 1e6
-        assert state_bytes(parameters, zero, ranks=4, adam=False, elsewhere=False) < found[stage] * 1e6
-        assert state_bytes(parameters, zero, ranks=4, adam=True, elsewhere=True) < found[stage] * 1e6
+        found[stage] = state_bytes(parameters, zero, ranks=4, moments=8, elsewhere=False) / 1e6
+        assert state_bytes(parameters, zero, ranks=4, moments=2, elsewhere=False) < found[stage] * 1e6
+        assert state_bytes(parameters, zero, ranks=4, moments=8, elsewhere=True) < found[stage] * 1e6
     assert found == {0: 12, 1: 4 + 2 + 0.002, 2: 3 + 0.002, 3: 3 + 4}
 
 
@@ -197,7 +197,7 @@ def test_the_first_step_allocates_no_more_than_that(tmp_path: Path, world: World
     state = start(write_run(tmp_path, wide_qwen2()), world, settings | few)
     trained = sum(math.prod(shape) for shape in state.facts.trained.values())
     zero = {"stage": int(stage[-1])} | ({"reduce_bucket_size": 5e7} if stage == "zero1" else {})
-    expected = state_bytes(Parameters(trained, trained, 4), zero, ranks=1, adam=True, elsewhere=False)
+    expected = state_bytes(Parameters(trained, trained, 4), zero, ranks=1, moments=8, elsewhere=False)
     gc.collect()
     memory = PeakMemory(CPU)
     with memory:

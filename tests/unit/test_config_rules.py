@@ -119,6 +119,12 @@ CASES = [
         {"engine__deepspeed": "zero2-offload"},
     ),
     (
+        "offload_needs_adam",
+        {"optim__name": "adamw8bit", "engine__deepspeed": "zero3-offload"},
+        ['optim.name = "adamw8bit" cannot be offloaded', "CPU Adam", "without -offload"],
+        {"optim__name": "adamw8bit"},
+    ),
+    (
         "deepspeed_name",
         {"engine__deepspeed": "zero2-ofload"},
         ["engine.deepspeed", "zero2-offload"],
@@ -360,8 +366,6 @@ CASES = [
         {},
     ),
     ("not_yet", {"quant__bits": 4}, ["quant.bits = 4 is not available in this version; use 0."], {}),
-    ("not_yet", {"optim__name": "adamw8bit"}, ["optim.name", 'use "adamw"'], {}),
-    ("not_yet", {"reference__mode": "zero3"}, ["reference.mode", 'use "auto"'], {}),
     ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
     ("not_yet", {"watch__on_alarm": "stop"}, ["watch.on_alarm", 'use "warn"'], {"watch__hang_timeout": 60.0}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),

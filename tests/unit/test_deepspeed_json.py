@@ -381,6 +381,15 @@ def test_b78_bf16_that_disagrees_names_both_sides(refusal, enabled, dtype):
     assert f'model.dtype = "auto", which is {dtype} on this device' in message
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_master_weights_are_refused_with_both_keys_and_the_numbers(refusal, stage):
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    message = refusal({"bf16": bf16, "zero_optimization": {"stage": stage}}, optim__lr=1e-6)
+    for part in ("bf16.bf16_master_weights_and_grads", "optim.lr = 1e-06", "steps under 3.1e-05", "adamw8bit"):
+        assert part in message
+    assert "bf16.bf16_optimizer_states is true" in message
+
+
 def test_stage_0_in_bf16_cannot_sum_in_fp32(refusal):
     block = {"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}}
     assert "DeepSpeed cannot do it in stage 0" in refusal(block)

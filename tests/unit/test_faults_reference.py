@@ -15,6 +15,7 @@ from tests.tiny_run import distance, move, start, step, weights, write_run
 from trainer.checkpoint.export import export
 from trainer.errors import Refused
 from trainer.models.reference import make_reference
+from trainer.models.streaming import Placement
 from trainer.state import State
 from trainer.update import note_unmoved_adapters
 from trainer.world import World
@@ -102,7 +103,9 @@ def test_b53_the_reference_of_a_continued_adapter_is_that_adapter(folder: Path, 
 
 def test_b53_the_bare_base_would_show_a_kl_from_the_first_step(folder: Path, adapter: Path, world: World) -> None:
     state = start(folder, world, {"lora.start_adapter": str(adapter)})
-    state.reference = make_reference(state.policy, "auto", temperature=1.0, device=world.device, continued=False)
+    state.reference = make_reference(
+        state.policy, "auto", temperature=1.0, placement=Placement(world.device), continued=False
+    )
     assert state.reference.kind == "adapter off"
     assert first_kl(state) > 1e-3
 

@@ -26,7 +26,7 @@ FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 ONLY_IMPORTERS = {
     "deepspeed": "engine",
     "peft": "models",
-    "bitsandbytes": "models",
+    "bitsandbytes": "models engine",
     "torch.distributed": "world",
 }
 
@@ -77,7 +77,7 @@ def strangers(modules: dict[str, ast.Module]) -> list[str]:
     for path, tree in modules.items():
         for line, name in imports(tree):
             for library, owner in ONLY_IMPORTERS.items():
-                if begins_with(name, library) and part_of(path) != owner:
+                if begins_with(name, library) and part_of(path) not in owner.split():
                     found.append(f"{path}:{line} imports {name}; only {owner} does")
             if part_of(path) == "config" and name.split(".")[0] in HEAVY:
                 found.append(f"{path}:{line} imports {name}; config imports nothing heavy")

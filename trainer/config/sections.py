@@ -145,7 +145,12 @@ class Data(Section):
 
 class Optim(Section):
     name: Literal["adamw", "adamw8bit", "sgd"] = Field(
-        default="adamw", description="Optimizer. adamw; DeepSpeed's CPU Adam where it is offloaded."
+        default="adamw",
+        description=(
+            "Optimizer. adamw; DeepSpeed's CPU Adam where it is offloaded. adamw8bit: bitsandbytes' AdamW, moments of 2"
+            " bytes a parameter, not 8; they are rounded in blocks of a rank's shard, so that the update depends a"
+            " little on ranks and stage."
+        ),
     )
     lr: float = Field(
         default=2e-5, gt=0, description="Peak learning rate. 2e-5 suits LoRA; full fine-tuning takes about 1e-6."
@@ -204,8 +209,10 @@ class Reference(Section):
     mode: Literal["auto", "adapter", "cpu", "gpu", "zero3"] = Field(
         default="auto",
         description=(
-            "Where the reference model lives. auto: LoRA switches its adapter off (no second copy), full fine-tuning"
-            " keeps a copy on the CPU."
+            "Where the reference model lives. auto: LoRA switches its adapter off (no second copy); full fine-tuning"
+            " keeps a copy in CPU memory (2 bytes a parameter and rank in bf16), whose layers pass through the GPU two"
+            " at a time, once a step. gpu: the copy stays there. zero3: one copy in the CPU memory of all ranks, whose"
+            " layers are gathered in every pass."
         ),
     )
 

@@ -71,11 +71,9 @@ def hidden_states(
 ) -> Tensor:
     """(R, L) token ids -> (R, L, H), the last states before the head. A model that does not share prompts sees neither
     groups nor cache."""
-    layout: dict[str, Any] = {}
-    if groups:
-        layout = {"groups": groups, "masks": _masks(groups, causal.dtype, input_ids.device)}
+    further = layout(groups, causal.dtype, input_ids.device)
     if prefix_cache is not None:
-        layout["prefix_cache"] = prefix_cache
+        further["prefix_cache"] = prefix_cache
     # A tuple: ZeRO-3's backward hooks do not look inside a dataclass.
     (hidden, *_) = causal.get_decoder()(
         input_ids=input_ids,
@@ -83,9 +81,14 @@ def hidden_states(
         position_ids=position_ids,
         use_cache=False,
         return_dict=False,
-        **layout,
+        **further,
     )
     return hidden
+
+
+def layout(groups: Groups, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What tells the attention how a row is packed; nothing of a row that is one sequence."""
+    return {"groups": groups, "masks": _masks(groups, dtype, device)} if groups else {}
 
 
 def _masks(groups: Groups, dtype: torch.dtype, device: torch.device) -> dict[tuple[int, int], Tensor]:
@@ -105,14 +108,19 @@ def share_prompts(causal: PreTrainedModel) -> str:
     config = causal.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa":
         return f'model.attn = "{config._attn_implementation}"; prompts are shared with "sdpa"'
-    facts = config.to_dict()
-    if facts.get("sliding_window") or set(facts.get("layer_types") or ()) - {"full_attention"}:
+    if not sees_whole_context(causal):
         return f"layers of {type(causal).__name__} do not see the whole context"
     causal.set_attn_implementation(NAME)
     if _shares(causal):
         return ""
     causal.set_attn_implementation("sdpa")
     return f"{type(causal).__name__} computes its attention by a way of its own"
+
+
+def sees_whole_context(causal: PreTrainedModel) -> bool:
+    """Whether every layer attends to all that came before, by the config."""
+    facts = causal.config.get_text_config(decoder=True).to_dict()
+    return not facts.get("sliding_window") and not set(facts.get("layer_types") or ()) - {"full_attention"}
 
 
 @torch.no_grad()

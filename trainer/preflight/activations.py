@@ -147,19 +147,23 @@ class Parameters:
     """Bytes of one in the forward pass."""
 
 
-def state_bytes(parameters: Parameters, zero: dict[str, Any], *, ranks: int, adam: bool, elsewhere: bool) -> float:
-    """What a rank allocates besides in its first step: 12 bytes a trained parameter, or a shard of them.
+MOMENTS = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
+"""Bytes a trained parameter of the optimizer's state, by optim.name."""
 
-    Gradients take 4, sharded from ZeRO stage 2 on. Adam's two moments take 8, sharded from stage 1 on, and nothing on a
+
+def state_bytes(parameters: Parameters, zero: dict[str, Any], *, ranks: int, moments: int, elsewhere: bool) -> float:
+    """What a rank allocates besides in its first step: with AdamW 12 bytes a trained parameter, or a shard of them.
+
+    Gradients take 4, sharded from ZeRO stage 2 on. The ``moments`` are sharded from stage 1 on, and take nothing on a
     card whose optimizer is offloaded (``elsewhere``). Stages 1 and 2 fill a bucket with gradients; stage 3 gathers
     parameters, up to a limit. ``zero``: the table zero_optimization, whose absent keys are DeepSpeed's defaults.
     """
     stage = zero.get("stage", 0)
     gradients = 4 * parameters.trained / (ranks if stage >= 2 else 1)
-    moments = 8 * parameters.trained / (ranks if stage >= 1 else 1) if adam and not elsewhere else 0
+    state = 0 if elsewhere else moments * parameters.trained / (ranks if stage >= 1 else 1)
     bucket = zero.get("reduce_bucket_size", 5e8) if stage in (1, 2) else 0
     gathered = min(parameters.total, zero.get("stage3_max_live_parameters", 1e9)) if stage == 3 else 0
-    return gradients + moments + parameters.itemsize * (bucket + gathered)
+    return gradients + state + parameters.itemsize * (bucket + gathered)
 
 
 def free_bytes(world: World) -> float:
@@ -209,9 +213,10 @@ def room_for_activations(
     shared: bool,
     token_budget: int,
     zero: dict[str, Any],
+    head_visits: bool,
 ) -> tuple[bool, str]:
     """``engine.gradient_checkpointing = "auto"``: whether it can stay off, and why. A collective of ranks that have
-    started, before their first step."""
+    started, before their first step. ``head_visits``: the reference's head is put on the device for each pass."""
     rollout, world = config.rollout, engine.world
     layout = Layout(lengths.prompt, lengths.new, rollout.num_generations, shared)
     with engine.gathered():
@@ -221,15 +226,16 @@ def room_for_activations(
             sum(one.numel() for one in scorer.parameters() if one.requires_grad),
             scorer.head.weight.element_size(),
         )
+        visiting = scorer.head.weight.nbytes if head_visits else 0
     offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     state = state_bytes(
         parameters,
         zero,
         ranks=world.size,
-        adam=config.optim.name != "sgd",
+        moments=MOMENTS[config.optim.name],
         elsewhere=offloaded and world.device.type != "cpu",
     )
     tokens = layout.largest_pass(
         prompts=rollout.prompts_per_step, micro_batch=config.engine.micro_batch, token_budget=token_budget
     )
-    return fits(found, tokens, least=lengths.need, state=state, free=free_bytes(world), world=world)
+    return fits(found, tokens, least=lengths.need, state=state + visiting, free=free_bytes(world), world=world)

@@ -15,7 +15,7 @@ from trainer.config import RunConfig, warnings
 from trainer.config.deepspeed_json import resolve
 from trainer.data.prompts import PromptSets, load_prompts
 from trainer.data.stops import StopIds, declared_eos, stop_ids
-from trainer.engine import ZeroEngine
+from trainer.engine import FrozenShards, ZeroEngine
 from trainer.errors import Refused
 from trainer.launcher import say
 from trainer.models.head import peak_bytes, whole_bytes
@@ -30,10 +30,11 @@ from trainer.models.policy import (
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.shared_prefix import share_prompts
+from trainer.models.streaming import Placement
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
 from trainer.preflight.activations import room_for_activations
 from trainer.preflight.facts import facts_of
-from trainer.preflight.offload import check_offload
+from trainer.preflight.optimizer import check_optimizer
 from trainer.preflight.replay import check_replay
 from trainer.record.memory import PeakMemory
 from trainer.record.trackers import check_trackers
@@ -91,7 +92,7 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
         dtype="bf16" if dtype == torch.bfloat16 else "fp32",
         hidden_size=model_config.get_text_config(decoder=True).hidden_size,
     )
-    check_offload(deepspeed)
+    check_optimizer(config, deepspeed)
     tokenizer = load_tokenizer(config.model)
     if config.lora.start_adapter:
         _, adapter_notes = start_adapter_base(config.lora.start_adapter, config.model.name_or_path)
@@ -155,10 +156,10 @@ def load_models(checked: Checked, world: World) -> Models:
             policy,
             config.reference.mode,
             temperature=config.rollout.temperature,
-            device=world.device,
+            placement=Placement(world.device),
             continued=bool(config.lora.start_adapter),
         )
-    checked.notes.append(f"reference: {reference.kind if reference else 'none, since grpo.kl.coef = 0'}")
+    checked.notes.append(f"reference: {reference.where if reference else 'none, since grpo.kl.coef = 0'}")
     context = HookContext(
         step=0,
         policy=policy.causal,
@@ -178,6 +179,8 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     config, causal = checked.config, models.policy.causal
     _tell(world, f"starting the engine ({config.engine.deepspeed})")
     engine = ZeroEngine(models.scorer, config.optim, checked.deepspeed, world)
+    if (reference := models.reference) and reference.kind == "sharded copy" and reference.copy:
+        reference.shards = FrozenShards(reference.copy, world)
     # Train mode is what gradient checkpointing is tied to; there is no dropout left that it could switch on.
     engine.module.train()
     memory = PeakMemory(world.device)
@@ -192,6 +195,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
             shared=models.shared_prompts,
             token_budget=_token_budget(config, world),
             zero=checked.deepspeed["zero_optimization"],
+            head_visits=config.grpo.kl.estimator == "exact" and bool(reference and reference.head_visits),
         )
         checkpointing = not room
         checked.notes.append(note)

@@ -38,22 +38,28 @@ def mistakes(block: Block, config: RunConfig, dtype: Dtype, stage: int) -> Itera
             " model.dtype.",
             False,
         )
-    yield from _bf16_keys(block["bf16"])
+    yield from _bf16_keys(block["bf16"], config.optim.lr)
     yield from _data_types(block["data_types"], dtype, stage)
 
 
-def _bf16_keys(bf16: Block) -> Iterator[Mistake]:
+def _bf16_keys(bf16: Block, lr: float) -> Iterator[Mistake]:
     for key, value in bf16.items():
         neutral = key == "check_grad_overflow"
         if key not in BF16_KEYS:
             yield Mistake(f"bf16.{key}", f"is not a key of DeepSpeed. Keys: {', '.join(BF16_KEYS)}.")
         elif key != "enabled" and value not in (neutral, "auto"):
-            reason = (
-                "a gradient that is not finite must never be applied"
-                if neutral
-                else "master weights and sums of gradients stay in fp32, or small updates are lost"
-            )
-            yield Mistake(f"bf16.{key}", f"is {shown(value)}: {reason}. Remove it.")
+            reason = "master weights and sums of gradients stay in fp32, or small updates are lost. Remove it."
+            if neutral:
+                reason = "a gradient that is not finite must never be applied. Remove it."
+            elif key == "bf16_master_weights_and_grads":
+                # The spacing of 8 significant bits in [2^-7, 2^-6) is 2^-14.
+                reason = (
+                    f"the run file has optim.lr = {lr:g}, about what AdamW moves a weight by. In bf16 the neighbours of"
+                    " a weight of 0.01 are 6.1e-05 away, so steps under 3.1e-05 are rounded away, and of larger weights"
+                    " larger ones; DeepSpeed does not round stochastically. Remove it: master weights in fp32 take 2"
+                    ' bytes a parameter more, which ZeRO shards; optim.name = "adamw8bit" saves 6.'
+                )
+            yield Mistake(f"bf16.{key}", f"is {shown(value)}: {reason}")
 
 
 def _data_types(types: Block, dtype: Dtype, stage: int) -> Iterator[Mistake]:

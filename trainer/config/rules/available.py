@@ -11,8 +11,6 @@ from trainer.config.schema import RunConfig
 NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     "quant.bits": ((4,), "0"),
     "rollout.engine": (("vllm",), '"shared" or "hf"'),
-    "optim.name": (("adamw8bit",), '"adamw"'),
-    "reference.mode": (("zero3",), '"auto"'),
 }
 # Keys that only take their default yet.
 FIXED = (
