@@ -101,9 +101,7 @@ class Cell:
         for group in range(self.groups):
             prompt = Prompt(group, "", tuple(range(self.prompt)), None, {})
             ids = tuple(range(self.new))
-            found += [
-                Completion(group, i, prompt, ids, (0.0,) * len(ids), "stop", "") for i in range(self.generations)
-            ]
+            found += [Completion(group, i, prompt, ids, (0.0,) * len(ids), "stop", "") for i in range(self.generations)]
         return found
 
 

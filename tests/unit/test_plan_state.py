@@ -16,7 +16,6 @@ from trainer.plan import state
 from trainer.plan.parts import training
 from trainer.plan.shape import shape_of
 from trainer.preflight.memory import settings_of
-
 from trainer.record.memory import PeakMemory
 from trainer.rollout.rope_guard import Lengths
 from trainer.world import World

@@ -57,7 +57,7 @@ def cache(settings: Settings) -> float:
 
 
 def rollout(settings: Settings) -> Parts:
-    """The prefill keeps nothing for a backward pass; sampling makes copies of all logits. Stage 3 gathers all weights."""
+    """The prefill keeps nothing for a backward pass; sampling copies all logits; stage 3 gathers all weights."""
     rows = min(max(ROWS, 2 * settings.generations), settings.groups * settings.generations)
     tokens = min(settings.groups * settings.prompt, max(PREFILL, settings.prompt))
     if not settings.shared:
@@ -95,18 +95,18 @@ def training(settings: Settings) -> Parts:
         "weights": state.weights(settings) + state.gathered(settings),
         "gradients": state.gradients(settings),
         "reference": state.reference(settings) + kept_reference(settings),
-        "DeepSpeed buckets": state.buckets(settings),
     }
     kept = activations.blocks(settings, one) + activations.around(settings, one)
-    moments = (
-        {
-            "activations": kept,
-            "head chunks": activations.head(settings, one) + activations.chunks(settings, one),
-        },
-        {"activations": kept + activations.in_flight(settings, one), "head chunks": 0.0},
-        {"activations": activations.embedding(settings, one), "head chunks": 0.0},
-    )
-    return base | max(moments, key=lambda moment: sum(moment.values()))
+    in_head = {
+        "activations": kept,
+        "head chunks": activations.head(settings, one) + activations.chunks(settings, one),
+    }
+    # A bucket is there from the first gradient of a weight on.
+    bucket = {"DeepSpeed buckets": state.buckets(settings)}
+    in_block = {"activations": kept + activations.in_flight(settings, one)} | bucket
+    at_embedding = {"activations": activations.embedding(settings, one)} | bucket
+    moments = (base | moment for moment in (in_head, in_block, at_embedding))
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 PHASES: dict[str, Callable[[Settings], Parts]] = {

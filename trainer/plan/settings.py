@@ -114,25 +114,20 @@ class Settings:
         scored = min(tokens, math.ceil(tokens * share))
         if not self.shared:
             return Pass(tokens, scored, 0, tokens * alone)
-        short = min(self.new, max(1.0, (tokens / self.prompts - self.prompt) / self.generations))
+        short = min(self.new, max(0.0, (tokens / self.prompts - self.prompt) / self.generations))
         fitting = min(rows, tokens * self.generations / (self.prompt + self.generations * short))
         copied = math.ceil(max(fitting * (self.prompt + short), alone))
         return Pass(tokens, scored, copied, scored * alone)
 
     def passes(self) -> tuple[int, int]:
-        """Passes of a step of this rank, and the tokens of all of them: a group that is cut has its prompt in each of
-        its passes."""
-        rows = self.groups * self.generations
-        if not self.shared:
-            a_pass = self.micro_batch or max(1, self.token_budget // (self.prompt + self.new))
-            return math.ceil(rows / a_pass), rows * (self.prompt + self.new)
-        if self.micro_batch:
-            a_pass = self.micro_batch
-        elif self.token_budget >= self.group_tokens:
-            a_pass = self.token_budget // self.group_tokens * self.generations
-        else:
-            a_pass = max(1, (self.token_budget - self.prompt) // self.new)
-        if a_pass >= self.generations:
-            return math.ceil(rows / a_pass), self.groups * self.group_tokens
-        pieces = math.ceil(self.generations / a_pass)
-        return self.groups * pieces, self.groups * (self.group_tokens + (pieces - 1) * self.prompt)
+        """Passes of a step of this rank, and the tokens of all of them, where all rows are the longest: cut as
+        models/packing.py cuts them. A group that is cut has its prompt in each of its passes."""
+        alone = self.prompt + self.new
+        many, total, rows, held = 1, 0, 0, 0
+        for row in range(self.groups * self.generations):
+            more = self.new if self.shared and rows and row % self.generations else alone
+            full = rows == self.micro_batch if self.micro_batch else held + more > self.token_budget
+            if rows and full:
+                many, total, rows, held, more = many + 1, total + held, 0, 0, alone
+            rows, held = rows + 1, held + more
+        return many, total + held
