@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import Lost, Refused, RunEnd
 from trainer.interrupts import leave
@@ -79,6 +79,17 @@ def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from trainer.run import preflight_run
 
     return preflight_run(config, Path(arguments.run_file).resolve().parent)
+
+
+def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Say what a run will hold in memory, by formulas, and what would make it fit; no weight is read."""
+    if arguments.gpus < 1:
+        raise Refused(f"--gpus {arguments.gpus}: expected the number of ranks, 1 or more.")
+    quiet_libraries()
+    from trainer.preflight.memory import Asked, plan_run
+
+    asked = Asked(arguments.run_file, overrides, arguments.gpu, arguments.memory_gib, arguments.gpus)
+    return plan_run(asked, as_json=arguments.json)
 
 
 def hosts(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -245,6 +256,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="KEY",
                 help="a setting that the resumed run may change; once for each",
             )
+    _add_plan(commands)
     sub = commands.add_parser("hosts", help=hosts.__doc__, description=hosts.__doc__, allow_abbrev=False)
     sub.add_argument("hostfile", metavar="HOSTFILE")
     sub.add_argument("--probe", action="store_true", help="ask every host over ssh, and compare what they have")
@@ -264,6 +276,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("section", metavar="SECTION", nargs="?", default="")
     sub.set_defaults(command=keys)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    sub = commands.add_parser("plan", help=plan.__doc__, description=plan.__doc__, allow_abbrev=False)
+    sub.add_argument("run_file", metavar="RUN.toml")
+    sub.add_argument("--gpu", default="", metavar="NAME", help="a10, l4, rtx4090, a100-40, a100-80, h100 or h200")
+    sub.add_argument("--memory-gib", type=float, default=0.0, metavar="X", help="instead: a card with so much memory")
+    sub.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them")
+    sub.add_argument("--json", action="store_true", help="as JSON")
+    sub.epilog = "Any key of the run file can be overridden: --section.key value. Exit code 2: it does not fit."
+    sub.set_defaults(command=plan)
 
 
 def _without_local_rank(argv: list[str]) -> list[str]:

@@ -87,8 +87,9 @@ class ZeroEngine:
 
     def _grad_norm(self) -> float:
         """fp32 norm of the averaged gradient. Each stage keeps it elsewhere: whole on every rank, or sharded."""
+        # Not shard.square().sum(), which makes a second gradient of a shard that holds all of them.
         square = sum(
-            (shard.float().square().sum() for shard in self._gradient_shards()),
+            (torch.linalg.vector_norm(shard, dtype=torch.float32).square() for shard in self._gradient_shards()),
             torch.zeros((), device=self.world.device),
         )
         if self.stage == 0:

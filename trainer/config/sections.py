@@ -192,15 +192,15 @@ class Engine(Section):
     token_budget: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
         description=(
-            'Tokens in one forward and backward pass of a rank. "auto": a value that suits the device. Changes memory'
-            " and speed, never the update."
+            'Tokens in one forward and backward pass of a rank. "auto": as many as fit by the memory plan, and bring'
+            " speed. Changes memory and speed, never the update."
         ),
     )
     gradient_checkpointing: Literal["auto", "on", "off"] = Field(
         default="auto",
         description=(
-            'Recompute activations in the backward pass: less memory, a third more compute. "auto": off where the'
-            " largest pass, measured at the start, has room without."
+            'Recompute activations in the backward pass: less memory, a third more compute. "auto": off where the step'
+            " is quicker without, by the memory plan (`zero-grpo plan`)."
         ),
     )
 

@@ -32,8 +32,8 @@ from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.shared_prefix import share_prompts
 from trainer.models.streaming import Placement
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
-from trainer.preflight.activations import room_for_activations
 from trainer.preflight.facts import facts_of
+from trainer.preflight.memory import choose_at_start
 from trainer.preflight.optimizer import check_optimizer
 from trainer.preflight.replay import check_replay
 from trainer.record.memory import PeakMemory
@@ -45,9 +45,6 @@ from trainer.rollout.rope_guard import Lengths, check_window, rope_guard
 from trainer.rollout.shared import SharedDecoder
 from trainer.state import State
 from trainer.world import World
-
-AUTO_TOKENS = {"cuda": 16384, "cpu": 4096}
-"""engine.token_budget = "auto": tokens of one pass, by device."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +142,6 @@ def load_models(checked: Checked, world: World) -> Models:
     )
     scorer = TokenScorer(policy.causal, config.rollout.temperature).to(world.device)
     check_head(scorer)
-    checked.notes.append(
-        _head_note(scorer.head.weight.shape[0], _token_budget(config, world), config.grpo.kl.estimator)
-    )
     unshared = share_prompts(policy.causal)
     checked.notes.append(_layout_note(unshared, config.rollout.engine))
     reference = None
@@ -184,22 +178,17 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     # Train mode is what gradient checkpointing is tied to; there is no dropout left that it could switch on.
     engine.module.train()
     memory = PeakMemory(world.device)
-    checkpointing = config.engine.gradient_checkpointing == "on"
-    if config.engine.gradient_checkpointing == "auto":
-        room, note = room_for_activations(
-            config,
-            engine,
-            models.scorer,
-            memory,
-            lengths=checked.lengths,
-            shared=models.shared_prompts,
-            token_budget=_token_budget(config, world),
-            zero=checked.deepspeed["zero_optimization"],
-            head_visits=config.grpo.kl.estimator == "exact" and bool(reference and reference.head_visits),
-        )
-        checkpointing = not room
-        checked.notes.append(note)
-    if checkpointing:
+    choice = choose_at_start(
+        config,
+        checked.model_config,
+        checked.deepspeed["zero_optimization"],
+        lengths=checked.lengths,
+        itemsize=models.scorer.head.weight.element_size(),
+        shared=models.shared_prompts,
+        world=world,
+    )
+    checked.notes.extend((choice.note, _head_note(causal.config, choice.token_budget, config.grpo.kl.estimator)))
+    if choice.checkpointing:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     random_states.seed(config.run.seed + world.rank)
     decoder = SharedDecoder if models.shared_prompts and config.rollout.engine == "shared" else HfDecoder
@@ -223,7 +212,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
         prompts=checked.prompts.train,
         eval_prompts=checked.prompts.eval,
         steps=checked.steps,
-        token_budget=_token_budget(config, world),
+        token_budget=choice.token_budget,
         shared_prompts=models.shared_prompts,
         memory=memory,
         facts=models.facts,
@@ -237,11 +226,6 @@ def _tell(world: World, phase: str) -> None:
         say(f"{phase} ...")
 
 
-def _token_budget(config: RunConfig, world: World) -> int:
-    budget = config.engine.token_budget
-    return AUTO_TOKENS[world.device.type] if budget == "auto" else budget
-
-
 def _layout_note(unshared: str, engine: str) -> str:
     """``unshared``: why prompts are not shared, or nothing."""
     if unshared:
@@ -251,7 +235,8 @@ def _layout_note(unshared: str, engine: str) -> str:
     )
 
 
-def _head_note(columns: int, tokens: int, estimator: str) -> str:
+def _head_note(config: PretrainedConfig, tokens: int, estimator: str) -> str:
+    columns = config.get_text_config(decoder=True).vocab_size
     chunked = peak_bytes(columns, tokens, exact=estimator == "exact") / 2**30
     whole = whole_bytes(columns, tokens) / 2**30
     return (

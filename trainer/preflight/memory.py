@@ -1,0 +1,246 @@
+"""The memory plan of a run: for a card that may not be here, before any weight is read, and at the start of training,
+where it picks what is "auto"."""
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PretrainedConfig
+
+from trainer.config import RunConfig, load
+from trainer.config.deepspeed_json import resolve
+from trainer.errors import Refused
+from trainer.launcher import say
+from trainer.models.policy import load_config
+from trainer.plan import state, table
+from trainer.plan.advice import Words, advise
+from trainer.plan.cards import CARDS, GIB, Card, card_of
+from trainer.plan.choose import MOST_TOKENS, choose
+from trainer.plan.parts import Plan, context, plan
+from trainer.plan.settings import Settings, zero_of
+from trainer.plan.shape import KNOWN, Shape, shape_of
+from trainer.rollout.rope_guard import Lengths
+from trainer.world import World
+
+USABLE = 0.8
+"""Of a host's free memory: other processes want some."""
+
+MEMINFO = Path("/proc/meminfo")
+
+
+def settings_of(
+    config: RunConfig,
+    shape: Shape,
+    zero: Mapping[str, Any],
+    *,
+    ranks: int,
+    cuda: bool,
+    itemsize: int,
+    lengths: Lengths,
+    shared: bool,
+) -> Settings:
+    """What is "auto" is as large and as quick as can be. ``zero``: the table zero_optimization, resolved."""
+    targets = config.lora.targets
+    named = set(shape.linears) & {name.rsplit(".", 1)[-1] for name in targets}
+    return Settings(
+        shape=shape,
+        rank=config.lora.r,
+        targets=frozenset(shape.linears if targets == ("all-linear",) else named) if config.lora.r else frozenset(),
+        bits=config.quant.bits,
+        itemsize=itemsize,
+        cuda=cuda,
+        ranks=ranks,
+        zero=zero_of(dict(zero)),
+        optimizer=config.optim.name,
+        reference=_reference(config, cuda),
+        exact=config.grpo.kl.estimator == "exact",
+        prompt=lengths.prompt,
+        new=lengths.new,
+        generations=config.rollout.num_generations,
+        prompts=config.rollout.prompts_per_step,
+        shared=shared,
+        micro_batch=config.engine.micro_batch,
+        token_budget=most_tokens(config, cuda),
+        checkpointing=config.engine.gradient_checkpointing == "on",
+    )
+
+
+def most_tokens(config: RunConfig, cuda: bool) -> int:
+    """The budget of the run file, or the largest that "auto" may become."""
+    budget = config.engine.token_budget
+    return MOST_TOKENS["cuda" if cuda else "cpu"] if budget == "auto" else budget
+
+
+def _reference(config: RunConfig, cuda: bool) -> Any:
+    if not config.grpo.kl.coef and config.grpo.kl.schedule != "adaptive":
+        return "none"
+    if config.is_lora and config.reference.mode in ("auto", "adapter"):
+        return "adapter"
+    if config.reference.mode == "zero3":
+        return "sharded"
+    return "resident" if config.reference.mode == "gpu" or not cuda else "streamed"
+
+
+def chosen(config: RunConfig, settings: Settings, room: float) -> tuple[Settings, bool]:
+    """``settings`` with what is "auto" chosen for ``room`` bytes, and whether it fits; at its smallest where not."""
+    budget = config.engine.token_budget == "auto"
+    checkpointing = config.engine.gradient_checkpointing == "auto"
+    found = choose(settings, room, budget=budget, checkpointing=checkpointing)
+    if found is not None:
+        return found, True
+    smallest = replace(settings, checkpointing=True) if checkpointing else settings
+    return (replace(smallest, token_budget=smallest.least_budget) if budget else smallest), False
+
+
+# At the start of training
+
+
+@dataclass(frozen=True)
+class Choice:
+    checkpointing: bool
+    token_budget: int
+    note: str
+
+
+def choose_at_start(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    zero: Mapping[str, Any],
+    *,
+    lengths: Lengths,
+    itemsize: int,
+    shared: bool,
+    world: World,
+) -> Choice:
+    """What is "auto", for what every rank has free beside an engine that has started. A collective: all ranks decide
+    alike, by the one that has least."""
+    cuda = world.device.type == "cuda"
+    (less,) = world.all_reduce_max([-free_bytes(world)])
+    shape = shape_of(model_config.get_text_config(decoder=True).to_dict())
+    if shape is None:
+        on = config.engine.gradient_checkpointing != "off"
+        return Choice(
+            on,
+            most_tokens(config, cuda),
+            f"gradient checkpointing is {'on' if on else 'off'}, passes hold {most_tokens(config, cuda)} tokens: the "
+            f"memory of {model_config.model_type} is not known beforehand, only that of {', '.join(KNOWN)}",
+        )
+    settings = settings_of(
+        config, shape, zero, ranks=world.size, cuda=cuda, itemsize=itemsize, lengths=lengths, shared=shared
+    )
+    held = state.held_at_the_start(settings) + context(settings)
+    room = held - less
+    found, fits = chosen(config, settings, room)
+    return Choice(found.checkpointing, found.token_budget, _note(found, held, -less, fits))
+
+
+def _note(settings: Settings, held: float, free: float, fits: bool) -> str:
+    found = plan(settings)
+    phase = max(found.totals, key=lambda name: found.totals[name])
+    parts = sorted(found.phases[phase].items(), key=lambda part: -part[1])[:3]
+    limit = f"{settings.micro_batch} completions" if settings.micro_batch else f"{settings.token_budget} tokens"
+    return (
+        f"gradient checkpointing is {'on' if settings.checkpointing else 'off'}, a pass holds at most {limit}: by "
+        f"formulas the peak is {(found.peak - held) / GIB:.2f} GiB beyond what is loaded, in {phase} (largest of all "
+        f"parts: {', '.join(f'{name} {size / GIB:.2f}' for name, size in parts)}), and {free / GIB:.2f} can be used"
+        + ("" if fits else ". THAT DOES NOT FIT; `zero-grpo plan` says what would")
+    )
+
+
+def free_bytes(world: World) -> float:
+    """Free for this rank: on its card, or its share of what the host can spare. A collective."""
+    hosts = world.gather_objects(socket.gethostname())  # and every rank has done its allocations when it is through
+    if world.device.type == "cpu":
+        return USABLE * _available() / hosts.count(socket.gethostname())
+    free, total = torch.cuda.mem_get_info(world.device)
+    allocated = torch.cuda.memory_allocated(world.device)
+    unused = torch.cuda.memory_reserved(world.device) - allocated
+    limit = torch.cuda.memory.get_per_process_memory_fraction(world.device) * total
+    return min(free + unused, limit - allocated)
+
+
+def _available() -> float:
+    (line,) = (line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+    return float(line.split()[1]) * 1024
+
+
+# The command
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The words of `zero-grpo plan`."""
+
+    run_file: str
+    overrides: list[str]
+    gpu: str
+    memory_gib: float
+    gpus: int
+
+
+def plan_run(asked: Asked, *, as_json: bool) -> int:
+    """Prints the plan; 2 when it does not fit."""
+    config = load(asked.run_file, asked.overrides)
+    card, cuda = _card(asked, config)
+    model_config, _ = load_config(config.model)
+    text_config = model_config.get_text_config(decoder=True).to_dict()
+    shape = shape_of(text_config)
+    if shape is None:
+        raise Refused(
+            f"{config.model.name_or_path}: model_type is {text_config.get('model_type')}, of which the planner has no "
+            f"formulas. Expected {', '.join(KNOWN)}."
+        )
+    room = card.gib * GIB
+
+    def settings(config: RunConfig) -> Settings:
+        itemsize = 2 if config.model.dtype == "bf16" or (cuda and config.model.dtype == "auto") else 4
+        dtype = "bf16" if itemsize == 2 else "fp32"
+        block = resolve(config, asked.gpus, dtype=cast(Any, dtype), hidden_size=shape.hidden)
+        return settings_of(
+            config,
+            shape,
+            block["zero_optimization"],
+            ranks=asked.gpus,
+            cuda=cuda,
+            itemsize=itemsize,
+            lengths=Lengths(config.data.max_prompt_tokens, config.rollout.max_new_tokens),
+            shared=config.model.attn == "sdpa" and not text_config.get("use_sliding_window"),
+        )
+
+    def fitted(words: Words) -> tuple[Settings, Plan] | None:
+        try:
+            other = load(asked.run_file, [*asked.overrides, *words])
+            found, _ = chosen(other, settings(other), room)
+        except Refused:
+            return None
+        return None if other == config else (found, plan(found))
+
+    unlimited, _ = chosen(config, settings(config), float("inf"))
+    found, fits = chosen(config, settings(config), room)
+    advice = [] if fits else advise(unlimited, card, room, fitted)
+    result = plan(found)
+    if as_json:
+        say(json.dumps(table.as_json(result, card, fits, advice), indent=1))
+    else:
+        say(table.text(result, card, fits, advice))
+    return 0 if fits else 2
+
+
+def _card(asked: Asked, config: RunConfig) -> tuple[Card, bool]:
+    """What is planned for, and whether it is a card: as asked, or what is here."""
+    if asked.gpu and asked.memory_gib:
+        raise Refused("--gpu and --memory-gib: one of them.")
+    if asked.gpu and asked.gpu not in CARDS:
+        raise Refused(f"--gpu {asked.gpu}: expected one of {', '.join(CARDS)}. Any other: --memory-gib 48.")
+    if asked.gpu:
+        return CARDS[asked.gpu], True
+    if asked.memory_gib:
+        return card_of(asked.memory_gib), True
+    if config.engine.device == "auto" and torch.cuda.is_available():
+        return card_of(torch.cuda.mem_get_info()[1] / GIB), True
+    gib = USABLE * _available() / asked.gpus / GIB
+    return replace(card_of(gib), name="the CPU"), False
