@@ -71,6 +71,22 @@ def test_parameters_are_those_of_the_model(kind: str, tied: bool, bias: bool) ->
     assert shape.block_weights == linear
 
 
+@pytest.mark.parametrize("kind", ["streamed", "sharded"])
+def test_the_head_of_a_copy_elsewhere_comes_for_the_exact_kl(kind: str) -> None:
+    there = plan(run(mode="full", exact=True, reference="resident"))
+    coming = plan(run(mode="full", exact=True, reference=kind))
+    shape, kept = there.settings.shape, [one.phases["training"]["reference"] for one in (there, coming)]
+    assert kept[0] - kept[1] == 2 * (shape.total - shape.matrix)
+    assert there.phases["rollout"]["reference"] == 2 * shape.total and coming.phases["rollout"]["reference"] == 0
+
+
+def test_what_decodes_on_a_cpu_reads_copies_of_the_weights() -> None:
+    cpu, card = (plan(run("1.5B", cuda=cuda)) for cuda in (False, True))
+    shape = cpu.settings.shape
+    copies = cpu.phases["rollout"]["weights"] - card.phases["rollout"]["weights"]
+    assert copies == 2 * (shape.block_weights + shape.matrix)
+
+
 def test_an_adapter_of_known_size() -> None:
     """Qwen2.5's 1.5B and 7B with r = 16 on all linear layers."""
     sizes = [cast(Shape, shape_of({"model_type": "qwen2"} | CONFIGS[name])) for name in ("1.5B", "7B")]

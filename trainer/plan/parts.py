@@ -84,6 +84,12 @@ def kept_reference(settings: Settings) -> float:
     return float(settings.itemsize * states) if settings.exact and settings.reference != "none" else 0.0
 
 
+def visiting_head(settings: Settings) -> float:
+    """The exact KL also needs the reference's head: that of a copy that is not on the device comes for each pass."""
+    comes = settings.exact and settings.reference in ("streamed", "sharded")
+    return float(settings.itemsize * settings.shape.matrix) if comes else 0.0
+
+
 def reference(settings: Settings) -> Parts:
     one = settings.largest_pass()
     return resident(settings) | {
@@ -101,7 +107,7 @@ def training(settings: Settings) -> Parts:
     base = resident(settings) | {
         "weights": state.weights(settings) + state.gathered(settings),
         "gradients": state.gradients(settings),
-        "reference": state.reference(settings) + kept_reference(settings),
+        "reference": state.reference(settings) + kept_reference(settings) + visiting_head(settings),
     }
     kept = activations.blocks(settings, one) + activations.around(settings, one)
     in_head = {
