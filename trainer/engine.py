@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ class ZeroEngine:
             deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
         )
         exact = {name: buffer for name, buffer in module.named_buffers() if buffer.dtype == torch.float32}
+        module.register_state_dict_post_hook(_without_frozen(module))
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=_optimizer(deepspeed, trained, optim, offload=offload), config=deepspeed_config
         )
@@ -180,6 +181,19 @@ class ZeroEngine:
             return
         with self._deepspeed.zero.GatheredParameters(list(parameters)):
             yield
+
+
+def _without_frozen(module: nn.Module) -> Callable[..., None]:
+    """A hook on state_dict. DeepSpeed leaves a frozen weight out of a checkpoint by its first name alone: a tied head
+    has further ones, and the scales of 4-bit weights are no parameters at all."""
+    named = module.named_parameters(remove_duplicate=False)
+    kept = {name for name, one in named if one.requires_grad} | {name for name, _ in module.named_buffers()}
+
+    def drop(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        for name in set(state) - kept:
+            del state[name]
+
+    return drop
 
 
 def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, offload: bool) -> torch.optim.Optimizer:

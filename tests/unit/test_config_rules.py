@@ -220,6 +220,12 @@ CASES = [
     ),
     ("quantised_weights_are_frozen", {"quant__double_quant": False}, ["quant.double_quant", "quant.bits"], {}),
     (
+        "reference_of_4_bit",
+        {"quant__bits": 4, "reference__mode": "cpu"},
+        ["reference.mode", "quant.bits", '"auto"'],
+        {"quant__bits": 4},
+    ),
+    (
         "reference_is_used",
         {"grpo__kl__coef": 0, "reference__mode": "cpu"},
         ["reference.mode", "grpo.kl.coef"],
@@ -359,7 +365,6 @@ CASES = [
         ['rollout.engine = "vllm" is not available in this version; use "shared" or "hf".'],
         {},
     ),
-    ("not_yet", {"quant__bits": 4}, ["quant.bits = 4 is not available in this version; use 0."], {}),
     ("not_yet", {"optim__name": "adamw8bit"}, ["optim.name", 'use "adamw"'], {}),
     ("not_yet", {"reference__mode": "zero3"}, ["reference.mode", 'use "auto"'], {}),
     ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
