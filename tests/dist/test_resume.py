@@ -12,7 +12,7 @@ from tests.tiny_run import write_run
 
 CELLS = [{"stage": stage, "r": r} for stage in range(4) for r in (4, 0)]
 CELLS += [{"stage": stage, "r": 0, "dtype": "bf16"} for stage in (1, 2, 3)]
-CELLS += [{"stage": stage, "r": 4, "bits": 4} for stage in (2, 3)]
+CELLS += [{"stage": 3, "r": 4, "bits": 4}]
 CONTROLS = [{"stage": 2, "r": 4, "without": what} for what in ("random states", "updates")]
 
 

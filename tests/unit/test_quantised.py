@@ -1,6 +1,8 @@
 """4-bit base weights under adapters, on the CPU: the same training on every stage, and not a byte of the base moves."""
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -90,8 +92,9 @@ def test_b57_a_rollout_leaves_weights_and_gradients_as_they_are(folder: Path, wo
     roll_out(state)
     assert digest(state.policy.causal) == before
     assert all(torch.equal(one, other) for one, other in zip(first, gradient(state), strict=True))
-    # The control: re-packing in eval mode, as CPUs with AVX512-BF16 have it on by themselves.
+    # The control: bitsandbytes' own forward pass, which re-packs in eval mode on CPUs with AVX512-BF16.
     for layer in quantised.layers(state.policy.causal).values():
+        del vars(layer)["forward"]
         layer.support_avx512bf16_for_cpu = True
     with suppress(RuntimeError):  # a CPU that has the re-packing, but not the product
         roll_out(state)
@@ -101,6 +104,28 @@ def test_b57_a_rollout_leaves_weights_and_gradients_as_they_are(folder: Path, wo
     except RuntimeError:
         return  # nor does training go on with them
     assert any(not torch.equal(one, other) for one, other in zip(first, after, strict=True))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "bitsandbytes"])
+def test_b57_between_forward_and_backward_pass_nobody_holds_a_weight(folder: Path, own: bool) -> None:
+    """ZeRO-3 takes it away and brings it back; bitsandbytes' own product holds what it was given (the control)."""
+    causal = policy(Model(name_or_path=str(folder / "model")), Quant(bits=4)).causal
+    layer: Any = next(iter(quantised.layers(causal).values()))
+    if not own:
+        del vars(layer)["forward"]
+    packed, gone = layer.weight.data.clone(), []
+    layer.weight.data = gathered = packed.clone()
+    weakref.finalize(gathered.untyped_storage(), gone.append, True)
+    hidden = torch.randn(3, 64, requires_grad=True)
+    out = layer(hidden)
+    layer.weight.data = torch.empty(0, dtype=packed.dtype)
+    del gathered
+    gc.collect()
+    assert bool(gone) == own
+    layer.weight.data = packed
+    out.sum().backward()
+    torch.testing.assert_close(hidden.grad, quantised.unpacked(layer).sum(0).expand(3, 64))
+    torch.testing.assert_close(out, nn.functional.linear(hidden, quantised.unpacked(layer), layer.bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

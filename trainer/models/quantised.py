@@ -1,10 +1,13 @@
 """4-bit base weights under adapters (QLoRA, arXiv 2305.14314): bitsandbytes' NF4, blocks of 64 with a scale each."""
 
 from importlib.util import find_spec
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.config.sections import Model, Quant
@@ -90,9 +93,10 @@ def pack(causal: PreTrainedModel, quant: Quant, dtype: torch.dtype) -> None:
 def settle(causal: PreTrainedModel, dtype: torch.dtype) -> None:
     """One compute dtype, one storage, and weights that stay as they are. Called once, before any forward pass."""
     for layer in layers(causal).values():
-        # With it, CPUs that have AVX512-BF16 re-pack the weights in place, with scales rounded to 8 bits, at the first
-        # forward pass in eval mode without gradients. Training would go on with other weights, or other bytes.
+        # With it, bitsandbytes' own forward pass re-packs the weights in place on CPUs with AVX512-BF16, in eval mode and
+        # without gradients, their scales rounded to 8 bits. Training would go on with other weights, or fail.
         layer.support_avx512bf16_for_cpu = False
+        vars(layer)["forward"] = MethodType(_Product.apply_to, layer)
         compute_in(layer, dtype)
         weight: Any = layer.weight
         if weight.dtype != STORAGE:  # a view: a cast would change the bytes
@@ -141,6 +145,29 @@ def unmarked(causal: PreTrainedModel) -> None:
     if quantizer := vars(causal).get("hf_quantizer"):
         quantizer.remove_quantization_config(causal)
     vars(causal).pop("_weight_conversions", None)  # back into a packed form, which transformers cannot do
+
+
+class _Product(Function):
+    """x W' + b. bitsandbytes' own keeps W itself for the backward pass, so that under ZeRO-3 every weight that was
+    gathered once stays whole until then, checkpointing or not. This one keeps the layer, whose weight ZeRO-3 takes away
+    after the forward pass and brings back for the backward pass."""
+
+    @staticmethod
+    def apply_to(layer: "Linear4bit", hidden: Tensor) -> Tensor:
+        return _Product.apply(hidden, layer)
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: "Linear4bit") -> Tensor:
+        from bitsandbytes import matmul_4bit
+
+        ctx.layer = layer
+        weight: Any = layer.weight
+        return matmul_4bit(hidden, weight, bias=layer.bias, quant_state=weight.quant_state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ unpacked(ctx.layer), None
 
 
 def _packed(linear: nn.Linear, quant: Quant, dtype: torch.dtype) -> "Linear4bit":
