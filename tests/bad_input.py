@@ -157,6 +157,22 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
     "broken config.json": (model("config.json", '{"model_type":'), "", ("config.json", "not a valid JSON")),
     "empty config.json": (model("config.json", "{}"), "", ("model_type",)),
     "unknown architecture": (model("config.json", '{"model_type": "qwen99"}'), "", ("qwen99",)),
+    "weights of another quantiser": (
+        config_with(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "--quant.bits 4",
+        ("gptq", "Fix: the model as it was before"),
+    ),
+    "weights in fp4": (
+        config_with(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "--quant.bits 4",
+        ("bitsandbytes (fp4)", "quant.bits = 4"),
+    ),
+    "weights in 4 bits, unasked": (
+        config_with(quantization_config={"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+        "",
+        ("bitsandbytes", "Fix: quant.bits = 4"),
+    ),
+    "4 bits trained whole": (nothing, "--quant.bits 4 --lora.r 0", ("quant.bits = 4", "lora.r")),
     "other shapes": (config_with(intermediate_size=48), "", ("shape", "[32, 48]")),
     "no weights": (without("model.safetensors"), "", ("model.safetensors",)),
     "weights cut": (cut("model/model.safetensors", 5000), "", ("model", "Fix")),

@@ -56,7 +56,10 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def tiny_qwen2(vocab: int = 300, seed: int = 0, *, tied: bool = True) -> Qwen2ForCausalLM:
-    """A random fp32 Qwen2: 2 layers, hidden 32, 4 heads over 2 kv heads, tied embeddings or not, 64 positions."""
+def tiny_qwen2(vocab: int = 300, seed: int = 0, *, tied: bool = True, **sizes: float) -> Qwen2ForCausalLM:
+    """A random fp32 Qwen2: 2 layers, hidden 32, 4 heads over 2 kv heads, tied embeddings or not, 64 positions.
+
+    ``sizes``: of its config, where they differ.
+    """
     set_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(**TINY | {"vocab_size": vocab}, tie_word_embeddings=tied)).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**TINY | {"vocab_size": vocab} | sizes, tie_word_embeddings=tied)).eval()

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ class ZeroEngine:
         offload = (
             deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
         )
+        module.register_state_dict_post_hook(_without_frozen(module))
         with _exact_buffers(module, world.device):
             self._engine, *_ = deepspeed.initialize(
                 model=module, optimizer=_optimizer(deepspeed, trained, optim, offload=offload), config=deepspeed_config
@@ -252,6 +253,19 @@ def _exact_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
     for name, buffer in exact.items():
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_buffer(leaf, buffer.to(device), persistent=False)
+
+
+def _without_frozen(module: nn.Module) -> Callable[..., None]:
+    """A hook on state_dict. DeepSpeed leaves a frozen weight out of a checkpoint by its first name alone: a tied head
+    has further ones, and the scales of 4-bit weights are no parameters at all."""
+    named = module.named_parameters(remove_duplicate=False)
+    kept = {name for name, one in named if one.requires_grad} | {name for name, _ in module.named_buffers()}
+
+    def drop(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        for name in set(state) - kept:
+            del state[name]
+
+    return drop
 
 
 def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, offload: bool) -> torch.optim.Optimizer:

@@ -142,7 +142,8 @@ class Output:
             sampled = f"sampled at T={self.config.rollout.temperature:g}, {self.config.eval.num_generations} a prompt"
             table = [_line(sampled, before.sampled, after.sampled), _line("greedy", before.greedy, after.greedy)]
             say("\n" + before_after_table(table, len(self.state.eval_prompts)))
-        say(f"\n{target.name}: {target}\nload it: {load_line(str(target), self.config.model, target.name)}")
+        line = load_line(str(target), self.config, target.name, self.state.policy.dtype)
+        say(f"\n{target.name}: {target}\nload it: {line}")
 
     def end(self, state: RunState, exit_code: int, reason: str) -> None:
         """The last word in run_status.json."""

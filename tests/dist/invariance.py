@@ -20,6 +20,7 @@ from tests.dist.plain import Update, plain_update
 from tests.dist.recorded import move_away, run_config
 from trainer.engine import ZeroEngine
 from trainer.interrupts import leave
+from trainer.models import quantised
 from trainer.models.policy import adapter_off
 from trainer.preflight.prepare import Models, check, load_models, start_engine
 from trainer.record.rollout_rows import read_rollouts
@@ -65,14 +66,19 @@ def run_cell(cell: dict[str, Any], folder: Path, world: World, plain: dict[str, 
 
 
 def expected(models: Models, folder: Path, config: Any, cell: dict[str, Any]) -> Update:
-    causal = copy.deepcopy(models.policy.causal).double()
     assert models.reference is not None
     if models.reference.copy is None:
-        peft = copy.deepcopy(models.policy.peft).double()
+        peft = copy.deepcopy(models.policy.peft)
         assert peft is not None
+        for name, layer in quantised.layers(peft).items():
+            plain = torch.nn.Linear(layer.in_features, layer.out_features)
+            plain.weight, plain.bias = torch.nn.Parameter(quantised.unpacked(layer), False), layer.bias
+            peft.set_submodule(name, plain)
+        peft.double()
         causal = peft.get_base_model()
         reference, as_reference = causal, lambda: adapter_off(peft)
     else:
+        causal = copy.deepcopy(models.policy.causal).double()
         reference, as_reference = copy.deepcopy(models.reference.copy.causal).double(), nullcontext
     return plain_update(
         causal,

@@ -22,6 +22,8 @@ def write_inputs(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder / "model")
     for placement, equal in (("loss", 3), ("reward", None)):
         record(folder / f"rollouts-{placement}", equal)
+    partitioned = {"stage": 3, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
+    (folder / "partitioned.json").write_text(json.dumps({"zero_optimization": partitioned}))
 
 
 def record(folder: Path, equal: int | None) -> None:
@@ -53,10 +55,13 @@ def record(folder: Path, equal: int | None) -> None:
 
 def run_config(folder: Path, **cell: Any) -> RunConfig:
     """SGD with lr 1, no clipping, no decay: the update is the gradient."""
+    # Such small weights would stay whole under the shipped zero3.
+    deepspeed = str(folder / "partitioned.json") if cell.get("partitioned") else f"zero{cell['stage']}"
     sections: dict[str, dict[str, Any]] = {
         "run": {"steps": 1},
         "model": {"name_or_path": str(folder / "model")},
         "lora": {"r": 4 if cell["lora"] else 0, **({"alpha": 16.0} if cell["lora"] else {})},
+        "quant": {"bits": cell.get("bits", 0)},
         "rollout": {
             "replay": str(folder / f"rollouts-{cell['placement']}"),
             "max_new_tokens": MAX_NEW_TOKENS,
@@ -73,7 +78,7 @@ def run_config(folder: Path, **cell: Any) -> RunConfig:
             },
         },
         "optim": {"name": "sgd", "lr": 1.0, "warmup_steps": 0, "max_grad_norm": 0.0},
-        "engine": {"deepspeed": f"zero{cell['stage']}", "micro_batch": cell["micro"], "device": "cpu"},
+        "engine": {"deepspeed": deepspeed, "micro_batch": cell["micro"], "device": "cpu"},
     }
     return RunConfig.model_validate(sections)
 

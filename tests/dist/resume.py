@@ -35,11 +35,12 @@ KL = {"schedule": "adaptive", "coef": 0.05, "target": 1e-4, "horizon": 50}
 def config_of(folder: Path, cell: dict[str, Any]) -> RunConfig:
     kind = "full" if cell["r"] == 0 else "lora"
     settings: dict[str, Any] = {
-        "run.dir": str(folder / f"zero{cell['stage']}-{kind}-{cell.get('dtype', 'fp32')}"),
+        "run.dir": str(folder / f"zero{cell['stage']}-{kind}-{cell.get('dtype', 'fp32')}-{cell.get('bits', 0)}"),
         "model.dtype": cell.get("dtype", "fp32"),
         "run.steps": STRAIGHT,
         "engine.deepspeed": f"zero{cell['stage']}",
         "lora.r": cell["r"],
+        "quant.bits": cell.get("bits", 0),
         "optim.name": "adamw",
         "optim.lr": 1e-3,
         "optim.schedule": "linear",

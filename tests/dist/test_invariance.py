@@ -1,6 +1,7 @@
 """The update does not depend on ranks, micro-batches, ZeRO stage or layout: it is that of plain torch in float64.
 
-Under SGD with lr 1 the update is the gradient. (AdamW would hide a gradient divided by the world size: I2, B06-B09.)
+4-bit base weights are the numbers that they stand for. Under SGD with lr 1 the update is the gradient. (AdamW would
+hide a gradient divided by the world size: I2, B06-B09.)
 """
 
 import itertools
@@ -49,6 +50,10 @@ def covering(ranks: int) -> list[dict[str, Any]]:
     ]
     cells += [BASE | {"mask_truncated": True}, BASE | {"mask_truncated": True, "placement": "reward"}]
     cells += [BASE | {"ratio_weighted": False, "stage": 3, "lora": False}]
+    cells += [
+        BASE | {"bits": 4, "stage": 3, "partitioned": True},
+        BASE | {"bits": 4, "estimator": "exact", "micro": 64},
+    ]
     if ranks > 1:
         cells += [BASE | {"control": control} for control in CONTROLS]
     return cells

@@ -12,6 +12,7 @@ from tests.tiny_run import write_run
 
 CELLS = [{"stage": stage, "r": r} for stage in range(4) for r in (4, 0)]
 CELLS += [{"stage": stage, "r": 0, "dtype": "bf16"} for stage in (1, 2, 3)]
+CELLS += [{"stage": 3, "r": 4, "bits": 4}]
 CONTROLS = [{"stage": 2, "r": 4, "without": what} for what in ("random states", "updates")]
 
 
@@ -24,7 +25,8 @@ def phase(name: str, folder: Path, ranks: int, port: int) -> list[dict[str, Any]
 
 @pytest.mark.parametrize(("ranks", "port"), [(1, 29711), (2, 29713)])
 def test_i3_b67_b72_six_steps_are_three_and_three_more(ranks: int, port: int, tmp_path: Path) -> None:
-    """Weights, metrics, prompts, completions and rewards, for ZeRO 0 to 3, full and LoRA, in a fresh process; bf16 too.
+    """Weights, metrics, prompts, completions and rewards, for ZeRO 0 to 3, full and LoRA, in a fresh process; bf16 and
+    4-bit base weights too.
 
     The adaptive KL coefficient, a linear learning rate, rewards that draw random numbers and epochs that end inside of
     steps would each show what was not restored.

@@ -226,6 +226,12 @@ CASES = [
     ),
     ("quantised_weights_are_frozen", {"quant__double_quant": False}, ["quant.double_quant", "quant.bits"], {}),
     (
+        "reference_of_4_bit",
+        {"quant__bits": 4, "reference__mode": "cpu"},
+        ["reference.mode", "quant.bits", '"auto"'],
+        {"quant__bits": 4},
+    ),
+    (
         "reference_is_used",
         {"grpo__kl__coef": 0, "reference__mode": "cpu"},
         ["reference.mode", "grpo.kl.coef"],
@@ -365,7 +371,6 @@ CASES = [
         ['rollout.engine = "vllm" is not available in this version; use "shared" or "hf".'],
         {},
     ),
-    ("not_yet", {"quant__bits": 4}, ["quant.bits = 4 is not available in this version; use 0."], {}),
     ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
     ("not_yet", {"watch__on_alarm": "stop"}, ["watch.on_alarm", 'use "warn"'], {"watch__hang_timeout": 60.0}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),

@@ -316,6 +316,13 @@ def test_zero_block(refusal, block, said):
     assert all(part in message for part in said), message
 
 
+def test_b57_shards_are_not_added_up(refusal, resolved):
+    """-0.0 + 0.0 is 0.0: a sum changes the bytes of packed weights."""
+    block = {"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}}
+    assert "changes packed 4-bit weights" in refusal(block, quant__bits=4)
+    resolved(block)
+
+
 @pytest.mark.parametrize(
     ("block", "said"),
     [

@@ -338,7 +338,7 @@ def test_b60_a_start_adapter_that_holds_more_than_inner_layers_is_refused(
 def cards(folder: Path, settings: dict[str, Any]) -> tuple[str, ModelCard]:
     evaluation = {"mean": 0.5, "stderr": 0.01, "per_prompt": [0.5], "unscored": 0}
     records = Records(3, {"step": 3, "reward_mean": 0.25}, [{"step": 0, "sampled": evaluation, "greedy": evaluation}])
-    text = card("adapter", "adapter", run_config(folder, settings), records, Verified(28, 1e-7, 1e-5))
+    text = card("adapter", "adapter", run_config(folder, settings), records, Verified(28, 1e-7, 1e-5, torch.float32))
     return text, ModelCard(text)
 
 
@@ -369,7 +369,7 @@ def test_an_evaluation_without_numbers_is_told_in_words(folder: Path) -> None:
     """A single held-out prompt has no standard error, and rewards may score none."""
     sampled, greedy = clustered([[0.5]]), clustered([[None]])
     records = Records(3, {"step": 3}, [Evaluation(0, sampled, greedy).record()])
-    text = card("adapter", "adapter", run_config(folder), records, Verified(28, 1e-7, 1e-5))
+    text = card("adapter", "adapter", run_config(folder), records, Verified(28, 1e-7, 1e-5, torch.float32))
     assert "held-out reward at step 0: 0.5 sampled, none scored greedy" in text
 
 

@@ -189,7 +189,7 @@ def test_switches_stand_alone_or_with_a_value(flag: str, dtype: str) -> None:
         ("--bf16 maybe", "--bf16 maybe: expected true or false."),
         ("--do_sample false", "--do_sample false: expected true."),
         ("--fp16", '--fp16: model.dtype = "fp16" is refused'),
-        ("--load_in_4bit", "--load_in_4bit: quant.bits = 4 is not available in this version"),
+        ("--load_in_4bit", "quant.bits = 4 with lora.r = 0: quantised weights cannot be trained."),
         ("--report_to mlflow", "--report_to: log.report_to"),
         ("--rope_scaling_type ntk", "--rope_scaling_type: model.rope.type = "),
         ("--num_generations 1", "--num_generations: rollout.num_generations = 1: a completion alone"),

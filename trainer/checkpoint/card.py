@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCardData
 
-from trainer.config import Model, RunConfig
+from trainer.config import RunConfig
 from trainer.models.reload import Verified
 from trainer.record.environment import PACKAGES, installed_version
 from trainer.record.run_dir import read_metrics
@@ -40,19 +41,26 @@ def read_records(run_dir: Path, step: int | None = None) -> Records:
     return Records(done, last, [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations)
 
 
-def load_line(folder: str, model: Model, what: str) -> str:
-    """One expression that loads the result. ``what``: adapter | model."""
+def load_line(folder: str, config: RunConfig, what: str, dtype: torch.dtype) -> str:
+    """One expression that loads the result. ``what``: adapter | model; ``dtype``: of the policy."""
     if what == "model":
         return f'AutoModelForCausalLM.from_pretrained("{folder}")'
-    return f'PeftModel.from_pretrained({_base(folder, model)}, "{folder}")'
+    return f'PeftModel.from_pretrained({_base(folder, config, dtype)}, "{folder}")'
 
 
-def _base(folder: str, model: Model) -> str:
+def _base(folder: str, config: RunConfig, dtype: torch.dtype) -> str:
+    model, quant = config.model, config.quant
+    packed = (
+        f', quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{quant.type}", '
+        f'bnb_4bit_use_double_quant={quant.double_quant}, bnb_4bit_compute_dtype="{str(dtype).removeprefix("torch.")}")'
+        if quant.bits
+        else ""
+    )
     if model.gguf_file:
-        return f'AutoModelForCausalLM.from_pretrained("{folder}/base")'
+        return f'AutoModelForCausalLM.from_pretrained("{folder}/base"{packed})'
     revision = f', revision="{model.revision}"' if model.revision else ""
     scaled = f', config=AutoConfig.from_pretrained("{folder}")' if model.rope.type else ""
-    return f'AutoModelForCausalLM.from_pretrained("{model.name_or_path}"{revision}{scaled})'
+    return f'AutoModelForCausalLM.from_pretrained("{model.name_or_path}"{revision}{scaled}{packed})'
 
 
 def card(name: str, what: str, config: RunConfig, records: Records, verified: Verified) -> str:
@@ -61,7 +69,7 @@ def card(name: str, what: str, config: RunConfig, records: Records, verified: Ve
     parts = [
         f"---\n{_header(kind, config).to_yaml()}\n---",
         f"# {name}\n\n{_introduction(what, config)}",
-        f"## Load\n\n{_loading(name, kind, config)}",
+        f"## Load\n\n{_loading(name, kind, config, verified.dtype)}",
         "## Training\n\n" + "\n".join(f"- {line}" for line in _training(config, records)),
         f"## Checked\n\n{_checked(kind, verified)}",
         "## Licence\n\nNot stated here: add `license:` to the header. The licence of the base model and the terms of "
@@ -88,19 +96,23 @@ def _introduction(what: str, config: RunConfig) -> str:
     base = f"`{model.name_or_path}`"
     base += f", revision `{model.revision}`" if model.revision else ""
     base += f", file `{model.gguf_file}`, dequantised" if model.gguf_file else ""
+    if config.quant.bits:
+        base += ", its weights " + ("dequantised from 4 bits" if what == "merged" else "in 4 bits")
     return f"{made} with GRPO by zero-grpo, from {base}."
 
 
-def _loading(name: str, kind: str, config: RunConfig) -> str:
+def _loading(name: str, kind: str, config: RunConfig, dtype: torch.dtype) -> str:
     adapter, scaled = kind == "adapter", bool(config.model.rope.type)
     classes = ["AutoModelForCausalLM", "AutoTokenizer"]
     if adapter and scaled and not config.model.gguf_file:
         classes.insert(0, "AutoConfig")
+    if adapter and config.quant.bits:
+        classes.append("BitsAndBytesConfig")
     lines = [
         *(["from peft import PeftModel"] if adapter else []),
         f"from transformers import {', '.join(classes)}",
         "",
-        f"model = {load_line(name, config.model, kind)}",
+        f"model = {load_line(name, config, kind, dtype)}",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
     ]
     text = "```python\n" + "\n".join(lines) + "\n```"
@@ -110,6 +122,11 @@ def _loading(name: str, kind: str, config: RunConfig) -> str:
             "\n\n`max_position_embeddings` is the window before scaling: from it transformers before 4.52 computes the "
             "rotation. vLLM takes it for the longest sequence; to serve longer ones, give it the scaled window: "
             "`--hf-overrides '{\"max_position_embeddings\": TOKENS}'`."
+        )
+    if adapter and config.quant.bits:
+        text += (
+            "\n\nThe adapter was trained on 4-bit base weights, loaded as above. It also loads on the base without "
+            "`quantization_config`: other weights than it was trained on, so other numbers than were checked."
         )
     if adapter and config.model.gguf_file:
         text += (

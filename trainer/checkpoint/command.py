@@ -16,11 +16,15 @@ from trainer.checkpoint.ollama import write_modelfile
 from trainer.checkpoint.store import STEP, Store
 from trainer.checkpoint.weights import kind
 from trainer.config import RunConfig, load
+from trainer.config.fields import literal
+from trainer.config.sections import Quant
 from trainer.errors import NoCheckpoint, Refused, Stopped
 from trainer.launcher import say
+from trainer.models import quantised
 from trainer.models.fingerprint import fingerprint
 from trainer.models.merge import merge
 from trainer.models.policy import REFERENCE_ADAPTER, Policy, load_config, load_policy, load_tokenizer
+from trainer.models.reload import logits, probes, relative_gap
 from trainer.record.run_dir import RunDirectory, check_can_write
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -60,13 +64,13 @@ def export_checkpoint(asked: Path, out: Path, overrides: Sequence[str] = (), opt
         raise Refused(f"export: {out} exists and is not an empty folder; nothing is overwritten. Fix: another OUT.")
     check_can_write(out, "OUT of export")
     source = find(asked)
-    config = load(str(source.config_file), overrides)
-    _check_options(source, options)
+    config, trained = load(str(source.config_file), overrides), load(str(source.config_file)).quant
+    _check_options(source, config, trained, options)
     say(f"exporting {source.weights} ...")
-    policy = _load(source, config)
+    policy = _load(source, config, trained)
+    _check_base(source, config, policy)
     if options.merge:
-        policy, gap = merge(policy)
-        say(f"merged in fp32: logits within {gap:.2g} of the largest; written as {_name(policy.dtype)}")
+        policy = _merged(source, config, policy)
     try:
         verified = deliver(policy, out, config, read_records(source.run_dir, source.step), merged=options.merge)
     except OSError as error:
@@ -75,13 +79,19 @@ def export_checkpoint(asked: Path, out: Path, overrides: Sequence[str] = (), opt
         f"loaded again and compared: {verified.tensors} tensors equal bit for bit, logits within {verified.gap:.2g} of "
         f"the largest (allowed: {verified.allowed:g})"
     )
-    say(f"load it: {load_line(str(out), config.model, kind(policy))}")
+    say(f"load it: {load_line(str(out), config, kind(policy), policy.dtype)}")
     if options.ollama or options.gguf_converter:
         _for_ollama(policy, out, config, options.gguf_converter)
 
 
-def _check_options(source: Source, options: Options) -> None:
+def _check_options(source: Source, config: RunConfig, trained: Quant, options: Options) -> None:
     whole = source.weights.name == "model"
+    if config.quant != trained and not (options.merge and trained.bits and not config.quant.bits):
+        raise Refused(
+            f"export: the run had quant.bits = {trained.bits}, quant.double_quant = {literal(trained.double_quant)}: "
+            "another base is another policy. Fix: leave them as they are; of 4-bit runs, --merge --quant.bits 0 merges "
+            "into the unquantised weights."
+        )
     if options.merge and whole:
         raise Refused(
             f"export --merge: {source.weights} is a whole model, with no adapter to merge. Leave --merge out."
@@ -146,7 +156,30 @@ def _done_at(run_dir: Path) -> int | None:
     return int(status["step"]) if status["state"] == "done" else None
 
 
-def _load(source: Source, config: RunConfig) -> Policy:
+def _merged(source: Source, config: RunConfig, policy: Policy) -> Policy:
+    """The adapter in its base weights, and which those are. Consumes ``policy``, which is as it was trained."""
+    packed = bool(quantised.layers(policy.causal))
+    sequences = probes(policy.causal)
+    trained = logits(policy.causal, sequences) if packed else []
+    if packed and not config.quant.bits:
+        policy = _load(source, config, config.quant)
+    policy, gap = merge(policy)
+    say(f"merged in fp32: logits within {gap:.2g} of the largest; written as {_name(policy.dtype)}")
+    if packed and config.quant.bits:
+        say(
+            "  into dequantised weights, the numbers that the 4 bits stand for, as the adapter was trained on them. "
+            "--quant.bits 0 takes the weights as they were before"
+        )
+    elif packed:
+        apart = relative_gap(logits(policy.causal, sequences), trained)
+        say(
+            "  into the weights as they were before they were quantised, as asked: another model than was trained, "
+            f"whose logits differ by up to {apart:.2g} of the largest"
+        )
+    return policy
+
+
+def _load(source: Source, config: RunConfig, quant: Quant) -> Policy:
     """The policy as it was trained, in the dtype that it was trained in."""
     tokenizer = load_tokenizer(config.model)
     dtype = _dtype(source.weights)
@@ -155,16 +188,19 @@ def _load(source: Source, config: RunConfig) -> Policy:
         model = config.model.model_copy(update=here)
         return load_policy(model, load_config(model)[0], config.lora.model_copy(update={"r": 0}), tokenizer, dtype)
     lora = config.lora.model_copy(update={"start_adapter": str(source.weights)})
-    policy = load_policy(config.model, load_config(config.model)[0], lora, tokenizer, dtype)
+    policy = load_policy(config.model, load_config(config.model)[0], lora, tokenizer, dtype, quant)
     assert policy.peft is not None
     policy.peft.delete_adapter(REFERENCE_ADAPTER)
-    if source.base and not config.lora.start_adapter and fingerprint(policy.causal) != source.base:
+    return policy
+
+
+def _check_base(source: Source, config: RunConfig, policy: Policy) -> None:
+    if policy.peft and source.base and not config.lora.start_adapter and fingerprint(policy.causal) != source.base:
         raise Refused(
             f"model.name_or_path = {config.model.name_or_path}: its weights are not those that the run began from, so "
             "that the adapter does not belong to them. Fix: bring the base model back as it was, or name it: "
             "--model.name_or_path PATH."
         )
-    return policy
 
 
 def _dtype(weights: Path) -> torch.dtype:

@@ -25,7 +25,7 @@ def deliver(policy: Policy, target: Path, config: RunConfig, records: Records, *
     shutil.rmtree(staged, ignore_errors=True)
     weights.save(policy, staged)
     _add_around(policy, staged, target, config.model)
-    verified = verify(policy, staged, config.model)
+    verified = verify(policy, staged, config.model, config.quant)
     what = "merged" if merged else weights.kind(policy)
     (staged / "README.md").write_text(card(target.name, what, config, records, verified), encoding="utf-8")
     _place(staged, target)

@@ -79,7 +79,7 @@ class Lora(Section):
 
 class Quant(Section):
     bits: Literal[0, 4] = Field(
-        default=0, description="Bits of the frozen base weights (bitsandbytes). 0: not quantised."
+        default=0, description="Bits of the frozen base weights under the adapter (bitsandbytes). 0: not quantised."
     )
     type: Literal["nf4"] = Field(default="nf4", description="4-bit data type; nf4 suits normally distributed weights.")
     double_quant: bool = Field(default=True, description="Quantise the scales too: 0.4 bit a weight less.")

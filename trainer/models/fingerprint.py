@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from trainer.models.policy import REFERENCE_ADAPTER
+from trainer.models.quantised import parts
 
 ELEMENTS = 256
 """At least so many of each larger parameter are read, spread over all of it."""
@@ -23,8 +24,9 @@ def fingerprint(causal: nn.Module) -> str:
     for name, parameter in sorted(named, key=lambda pair: pair[0].replace(".base_layer.", ".")):
         if "lora_" in name and f".{REFERENCE_ADAPTER}." not in name:
             continue
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // ELEMENTS)].float().cpu()
         base = name.replace(".base_layer.", ".")  # PEFT's level around an adapted layer
-        digest.update(f"{base} {tuple(parameter.shape)} ".encode() + sample.numpy().tobytes())
+        for part in parts(parameter):
+            flat = part.reshape(-1)
+            sample = flat[:: max(1, flat.numel() // ELEMENTS)].float().cpu()
+            digest.update(f"{base} {tuple(part.shape)} ".encode() + sample.numpy().tobytes())
     return digest.hexdigest()

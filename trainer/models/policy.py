@@ -1,4 +1,5 @@
-"""The policy: weights from a folder, a hub name or a GGUF file; full or LoRA; one dtype; no dropout in any pass."""
+"""The policy: weights from a folder, a hub name or a GGUF file; full, LoRA or 4-bit LoRA; one dtype to compute in; no
+dropout in any pass."""
 
 import json
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from trainer.config.sections import Lora, Model
+from trainer.config.sections import Lora, Model, Quant
 from trainer.errors import Refused
-from trainer.models import rope
+from trainer.models import quantised, rope
 from trainer.models.rope_fields import check_config_json
 from trainer.models.source import arguments_of, loaded, local_file
 
@@ -94,10 +95,15 @@ def load_generation_config(model: Model) -> GenerationConfig:
 
 
 def load_policy(
-    model: Model, config: PretrainedConfig, lora: Lora, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+    model: Model,
+    config: PretrainedConfig,
+    lora: Lora,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    quant: Quant = quantised.NOT_QUANTISED,
 ) -> Policy:
     """Loads the weights, refuses incomplete ones, adds or continues the adapter, and turns dropout off."""
-    causal = load_causal(model, config, dtype)
+    causal = load_causal(model, config, dtype, quant)
     generation_config = causal.generation_config or GenerationConfig()  # with a GGUF file, its stop ids are only here
     # A clean one in its place: fields left unset in a generate() call are filled from it, and Qwen's checkpoints
     # carry top_k and repetition_penalty, which would make the sampled distribution another than the scored one.
@@ -123,9 +129,13 @@ def load_config(model: Model) -> tuple[PretrainedConfig, list[str]]:
     return config, notes
 
 
-def load_causal(model: Model, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The bare model in ``dtype``; weights that the files lack are an error, not a random start."""
-    arguments = arguments_of(model)
+def load_causal(
+    model: Model, config: PretrainedConfig, dtype: torch.dtype, quant: Quant = quantised.NOT_QUANTISED
+) -> PreTrainedModel:
+    """The bare model in ``dtype``, its inner linear layers in 4 bits where ``quant`` says so; weights that the files
+    lack are an error, not a random start."""
+    quantised.check_stored(config, model, quant)
+    arguments = arguments_of(model) | quantised.loading(config, quant, dtype)
     if model.gguf_file:
         # Plain weights: left in GGUF blocks they could not be trained, nor saved.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
@@ -150,6 +160,12 @@ def load_causal(model: Model, config: PretrainedConfig, dtype: torch.dtype) -> P
             f"{model.name_or_path}: the files lack {len(missing)} weights of {type(causal).__name__} "
             f"(first: {', '.join(missing[:5])}), which would start at random. Fix: use a complete checkpoint."
         )
+    if quant.bits:
+        if model.gguf_file:
+            quantised.pack(causal, quant, dtype)
+        quantised.settle(causal, dtype)
+        if not quantised.is_stored(config):
+            quantised.unmarked(causal)  # an adapter's config.json is of the model, not of how a run held it
     return causal
 
 

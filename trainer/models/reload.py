@@ -11,8 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.config.sections import Model
+from trainer.config.sections import Model, Quant
 from trainer.errors import Stopped
+from trainer.models import quantised
 from trainer.models.policy import Policy, adapter_weights
 from trainer.models.rope import rope_settings, window
 from trainer.models.source import arguments_of
@@ -41,6 +42,8 @@ class Verified:
     gap: float
     """Largest difference of two logits, relative to the largest logit."""
     allowed: float
+    dtype: torch.dtype
+    """Of the policy."""
 
 
 @torch.no_grad()
@@ -63,7 +66,7 @@ def relative_gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return float(apart / torch.stack([other.abs().max() for other in expected]).max())
 
 
-def verify(policy: Policy, folder: Path, model: Model) -> Verified:
+def verify(policy: Policy, folder: Path, model: Model, quant: Quant = quantised.NOT_QUANTISED) -> Verified:
     """Raises Stopped, saying what differs, unless ``folder`` holds the policy. One process, with whole parameters.
 
     The names must be those that PEFT or transformers itself gives a model of this configuration, every tensor must have
@@ -74,7 +77,7 @@ def verify(policy: Policy, folder: Path, model: Model) -> Verified:
     weights = policy.causal.state_dict() if policy.peft is None else adapter_weights(policy.peft)
     device = _device(policy.causal)
     _compare_names(folder, "in the file", _stored_names(folder), set(weights) - _tied(policy))
-    base = _base(policy, folder, model, device) if policy.peft else None
+    base = _base(policy, folder, model, quant, device) if policy.peft else None
     try:
         found = _plain(folder, base, model, device)
     except Exception as error:  # peft, transformers and safetensors raise kinds of their own
@@ -90,20 +93,22 @@ def verify(policy: Policy, folder: Path, model: Model) -> Verified:
     gap = relative_gap(logits(found, sequences), expected)
     if not gap <= allowed:  # NaN is no agreement
         raise Stopped(_failed(folder, f"logits differ by {gap:.3g} of the largest, allowed are {allowed:g}"))
-    return Verified(len(weights), gap, allowed)
+    return Verified(len(weights), gap, allowed, policy.dtype)
 
 
-def _base(policy: Policy, folder: Path, model: Model, device: torch.device) -> PreTrainedModel:
+def _base(policy: Policy, folder: Path, model: Model, quant: Quant, device: torch.device) -> PreTrainedModel:
     """As the model card says that it is loaded. Raises Stopped: it may have gone since the run began."""
     load: Any = AutoModelForCausalLM.from_pretrained
-    arguments: dict[str, Any] = {"dtype": policy.dtype, "attn_implementation": model.attn}
+    named: dict[str, Any] = {} if model.gguf_file else arguments_of(model)
+    where = folder / "base" if model.gguf_file else model.name_or_path
     try:
-        if (folder / "base").is_dir():
-            base: PreTrainedModel = load(folder / "base", **arguments).to(device)
-            return base
-        if (folder / "config.json").is_file():
-            arguments["config"] = AutoConfig.from_pretrained(folder)
-        base = load(model.name_or_path, **arguments_of(model), **arguments).to(device)
+        scaled = (folder / "config.json").is_file()
+        config = AutoConfig.from_pretrained(folder) if scaled else AutoConfig.from_pretrained(where, **named)
+        arguments = named | quantised.loading(config, quant, policy.dtype)
+        base: PreTrainedModel = load(
+            where, config=config, dtype=policy.dtype, attn_implementation=model.attn, **arguments
+        ).to(device)
+        quantised.settle(base, policy.dtype)
     except Exception as error:  # transformers, safetensors and the hub's client raise kinds of their own
         raise Stopped(
             f"the adapter in {folder} was not compared: its base model {model.name_or_path} cannot be loaded again: "

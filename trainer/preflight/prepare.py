@@ -18,6 +18,7 @@ from trainer.data.stops import StopIds, declared_eos, stop_ids
 from trainer.engine import FrozenShards, ZeroEngine
 from trainer.errors import Refused
 from trainer.launcher import say
+from trainer.models import quantised
 from trainer.models.head import peak_bytes, whole_bytes
 from trainer.models.policy import (
     Policy,
@@ -82,7 +83,8 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
     rewards = RewardRuntime(config.reward, folder)
     hooks = load_hooks(config.hooks.before_rollout)
     model_config, model_notes = load_config(config.model)
-    notes += model_notes
+    notes += model_notes + quantised.check_stored(model_config, config.model, config.quant)
+    quantised.check_backend(config.quant, world.device)
     deepspeed = resolve(
         config,
         world.size,
@@ -132,7 +134,7 @@ def load_models(checked: Checked, world: World) -> Models:
     config, tokenizer = checked.config, checked.tokenizer
     _tell(world, f"loading {config.model.name_or_path}")
     torch.manual_seed(config.run.seed)  # new LoRA weights: the same on every rank
-    policy = load_policy(config.model, checked.model_config, config.lora, tokenizer, checked.dtype)
+    policy = load_policy(config.model, checked.model_config, config.lora, tokenizer, checked.dtype, config.quant)
     check_embedding_rows(policy.causal, tokenizer)
     stops = stop_ids(tokenizer, policy.generation_config)
     checked.notes.extend(stops.notes)

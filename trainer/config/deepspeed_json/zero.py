@@ -73,6 +73,9 @@ def mistakes(zero: Block, config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(path, f"is not a key of DeepSpeed. {_close(key, KEYS)}")
         elif value not in ("auto", None):
             yield from _wrong_type(path, key, value)
+    if zero.get("stage3_use_all_reduce_for_fetch_params") is True and config.quant.bits:
+        reason = "it adds up shards, which changes packed 4-bit weights (quant.bits = 4)"
+        yield Mistake("zero_optimization.stage3_use_all_reduce_for_fetch_params", f"is true: {reason}. Remove it.")
     yield from _offload(zero, stage, config)
 
 

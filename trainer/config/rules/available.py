@@ -9,7 +9,6 @@ from trainer.config.schema import RunConfig
 
 # key -> (values that do not work yet, what to use)
 NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
-    "quant.bits": ((4,), "0"),
     "rollout.engine": (("vllm",), '"shared" or "hf"'),
 }
 # Keys that only take their default yet.

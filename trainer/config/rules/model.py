@@ -129,6 +129,15 @@ def reference_adapter(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def reference_of_4_bit(config: RunConfig) -> Iterator[Problem]:
+    if config.quant.bits and config.reference.mode in ("cpu", "gpu", "zero3"):
+        yield problem(
+            "reference.mode quant.bits",
+            f'reference.mode = "{config.reference.mode}" with quant.bits = 4: a copy of the 4-bit base would be the'
+            ' policy with its adapter off, and take memory. Use reference.mode = "auto".',
+        )
+
+
 def reference_device(config: RunConfig) -> Iterator[Problem]:
     if config.reference.mode == "gpu" and config.engine.device == "cpu":
         yield problem(
@@ -148,5 +157,6 @@ RULES = (
     quantised_weights_are_frozen,
     reference_is_used,
     reference_adapter,
+    reference_of_4_bit,
     reference_device,
 )
