@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.errors import Lost, Refused, RunEnd
+from trainer.errors import Lost, OutOfMemory, Refused, RunEnd
 from trainer.interrupts import leave
 from trainer.launcher.handover import accept
 from trainer.launcher.speech import WRAPPED, report
@@ -164,7 +164,7 @@ def ended(work: Callable[[], int]) -> int:
         return end.exit_code
     except RunEnd as end:
         report(end.exit_code, str(end))
-        _tell(f"{'refused' if end.exit_code in (2, 5) else 'stopped'}: {end}")
+        _tell(f"{'refused' if end.exit_code in (2, 5) else 'stopped'}: {end}", alone=isinstance(end, OutOfMemory))
         return end.exit_code
     except KeyboardInterrupt:
         code = 130
@@ -184,13 +184,15 @@ def _prepare_libraries() -> None:
         say("loading torch and transformers ...")
 
 
-def _tell(message: str) -> None:
-    """The last word, from rank 0 alone."""
+def _tell(message: str, *, alone: bool) -> None:
+    """The last word, from rank 0. ``alone``: rank 0 may not know, and wait for this rank until it is ended."""
     if RANK != 0:
         # Every rank meets the same mistake. The launcher ends all ranks as soon as one has left, and rank 0 has to
         # speak before that.
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(5)
+            if alone and WRAPPED not in os.environ:
+                _say(message)
     else:
         _say(message)
 

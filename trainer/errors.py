@@ -30,7 +30,14 @@ class Stopped(RunEnd):
 
 
 class OutOfMemory(Stopped):
-    """This rank ran out of memory, perhaps alone: the others cannot agree with it on anything any more."""
+    """A rank ran out of memory, perhaps alone: the others cannot agree with it on anything any more."""
+
+    def __init__(self, message: str, *, rank: int, begun: bool, whole: bool) -> None:
+        """``begun``: the first step had; before it the run is refused. ``whole``: the state between two steps can
+        still be saved where there is no other rank."""
+        super().__init__(message)
+        self.rank, self.whole = rank, whole
+        self.exit_code = self.exit_code if begun else Refused.exit_code
 
 
 class NoCheckpoint(RunEnd):

@@ -14,16 +14,18 @@ from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.save import Checkpoints
 from trainer.checkpoint.store import Found
 from trainer.config import RunConfig
-from trainer.errors import Interrupted, Lost, NoCheckpoint, Preempted, Refused, RunEnd
+from trainer.errors import Interrupted, Lost, NoCheckpoint, OutOfMemory, Preempted, Refused, RunEnd
 from trainer.launcher import say
 from trainer.launcher.hosts import read_hostfile
 from trainer.models.skeleton import is_here
+from trainer.out_of_memory import heard_of, ran_out
 from trainer.output import Output
 from trainer.preflight.facts import stage_of
 from trainer.preflight.prepare import check, checked_of, load_models, start_engine
 from trainer.preflight.report import page, record
 from trainer.preflight.shared_dir import check_shared
 from trainer.preflight.survey import Survey, survey
+from trainer.record.memory import asked_of_memory
 from trainer.record.run_dir import RunState
 from trainer.state import State
 from trainer.train import save, together, train
@@ -61,13 +63,20 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
             _train(config, folder, world, wanted, begun)
         except Exception as error:
             _await_signal(error, world)
+            if asked := asked_of_memory(error):
+                raise ran_out(error, asked, config, world, begun[0].state if begun else None) from None
             if said := failed_collective(error):
-                raise Lost(_lost(said, begun)) from error
+                raise heard_of(Path(config.run.dir), world) or Lost(_lost(said, begun)) from error
             raise
         return 0
     except Lost as end:
         for run in begun:
             run.output.end("lost", end.exit_code, str(end))
+        raise
+    except OutOfMemory as end:
+        for run in begun:
+            _leave(run, end)
+        interrupts.ignore()
         raise
     except RunEnd as end:
         for run in begun:
@@ -143,15 +152,34 @@ def _found(config: RunConfig, world: World, wanted: Resume) -> tuple[Found | Non
     return found, goes_on
 
 
+def _leave(run: Run, end: OutOfMemory) -> None:
+    """Without a collective, since others may wait in one; they learn from run_status.json why it fails."""
+    if end.whole and run.output.world.size == 1:
+        _close(run, end)
+        return
+    if end.rank == run.output.world.rank:
+        run.output.end_alone(end.exit_code, str(end))
+    if run.output.world.is_main:
+        say(f"\n{_newest(run)}")
+
+
+def _newest(run: Run) -> str:
+    step = run.checkpoints.saved_step
+    return "there is no checkpoint" if step is None else f"the newest checkpoint is that of step {step}"
+
+
 def _close(run: Run, end: RunEnd) -> None:
     """Saves what is whole, and says and records how the run ended. Every rank raised the same ``end``: a collective."""
-    state, newest = STATES.get(type(end), "stopped"), run.checkpoints.saved_step
-    where = f"the newest checkpoint is that of step {newest}" if newest is not None else "there is no checkpoint"
+    state, where = STATES.get(type(end), "stopped"), _newest(run)
     try:
         if folder := save(run.state, run.output, run.checkpoints):
             where = f"saved {folder}; go on with --resume auto"
     except RunEnd as failed:
         where = f"not saved: {failed}; {where}"
+    except (RuntimeError, MemoryError) as failed:
+        if not asked_of_memory(failed):
+            raise
+        where = f"not saved, for want of memory; {where}"
     finally:
         run.output.end(state, end.exit_code, str(end))
     if run.output.world.is_main and type(end) in STATES:
