@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
 from trainer.models.policy import add_adapter
+from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.source import loaded, refuse_missing, refuse_shapes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -22,6 +23,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MINIATURE_TOKENS = 64
+LOGITS = 20.0
+"""Standard deviation of the miniature's logits."""
 
 
 def build(model: Model, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -52,10 +55,23 @@ def miniature(config: PretrainedConfig) -> PreTrainedModel:
     own = copy.deepcopy(config)
     text = own.get_text_config(decoder=True)
     text.num_hidden_layers, text.vocab_size = 0, MINIATURE_TOKENS
-    if hasattr(text, "layer_types"):
+    if "layer_types" in vars(text):
         text.layer_types = []
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    return AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+    causal = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+    head = causal.get_output_embeddings().weight
+    with torch.no_grad():  # logits as large as a trained model's: capping leaves small ones as they are
+        head *= LOGITS / (head.std() * head.shape[1] ** 0.5)
+    return causal
+
+
+def check_head_of(config: PretrainedConfig, temperature: float) -> None:
+    """`check_head`, of a miniature. A class that cannot be made so small is checked when it is loaded, as all are."""
+    try:
+        small = miniature(config)
+    except Exception:  # a class may want layers, or say so in any way
+        return
+    check_head(TokenScorer(small, temperature))
 
 
 def check_files(model: Model, causal: PreTrainedModel) -> str:

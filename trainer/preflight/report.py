@@ -128,6 +128,11 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _scaled(count: float, unit: str, size: float) -> str:
+    """Three digits, also of the small."""
+    return f"{count / size:,.1f} {unit}" if count >= 10 * size else f"{count / size:.3g} {unit}"
+
+
 def _span(low: int, high: int) -> str:
     return f"{high:,}" if low == high else f"{low:,} to {high:,}"
 
@@ -190,7 +195,7 @@ def _facts(found: "Survey") -> Table:
 def _told(found: "Survey") -> Iterable[tuple[str, str]]:
     model, prompts = _model(found), _prompts(found)
     if "parameters" in model:
-        whole, trained = (f"{model[name] / 1e6:,.1f} M" for name in ("parameters", "trained"))
+        whole, trained = (_scaled(model[name], "M", 1e6) for name in ("parameters", "trained"))
         yield "model", f"{model['class']}, {whole} parameters, of which {trained} train"
     if found.window is not None:
         needed = f"{found.lengths}, " if found.lengths else ""
@@ -213,13 +218,9 @@ def _told(found: "Survey") -> Iterable[tuple[str, str]]:
     if found.unread:
         yield "weights", found.unread
     if (disk := found.disk) is not None:
-        yield (
-            "disk",
-            (
-                f"a checkpoint takes {disk.checkpoint / 1e9:.2f} GB; checkpoint.keep = {disk.keep} and the one being "
-                f"written {disk.needed / 1e9:.2f} GB, of {disk.free / 1e9:.1f} GB that are free in {disk.path}"
-            ),
-        )
+        one, all_kept, free = (_scaled(size, "GB", 1e9) for size in (disk.checkpoint, disk.needed, disk.free))
+        kept = f"checkpoint.keep = {disk.keep} and the one being written {all_kept}"
+        yield "disk", f"a checkpoint takes {one}; {kept}, of {free} that are free in {disk.path}"
     if found.hosts:
         yield "hosts", ", ".join(f"{host} ({slots} ranks)" for host, slots in found.hosts.items())
     yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)

@@ -24,7 +24,6 @@ from trainer.models.policy import (
     resolve_dtype,
 )
 from trainer.models.rope import Window, window
-from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.shared_prefix import sees_whole_context
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
 from trainer.preflight.activations import Parameters
@@ -195,7 +194,7 @@ def _files(found: Survey) -> None:
     if causal is None:
         return
     found.unread = found.ask(lambda: skeleton.check_files(config.model, causal)) or ""
-    found.ask(lambda: check_head(TokenScorer(skeleton.miniature(model_config), config.rollout.temperature)))
+    found.ask(lambda: skeleton.check_head_of(model_config, config.rollout.temperature))
     if (tokenizer := found.tokenizer) is not None:
         found.ask(lambda: check_embedding_rows(causal, tokenizer))
     if (lengths := found.lengths) is not None and tokenizer is not None:
