@@ -96,7 +96,7 @@ def test_gsm8k_reads_the_final_number(completion: str, score: int) -> None:
         ("#### 0.50", "half, .5"),
         ("#### 42 (of 50)", "42"),
         ("42", "42"),
-        ("#### 3/4", "\\boxed{0.75}"),
+        ("#### 3/4", ".75"),
     ],
 )
 def test_gsm8k_reads_the_number_after_the_marks_of_the_answer(answer: str, completion: str) -> None:
