@@ -7,10 +7,19 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.errors import Refused
-from trainer.preflight.activations import Parameters
 
 MOMENTS = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
 """Bytes that the optimizer keeps of a trained parameter."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of the policy."""
+
+    total: int
+    trained: int
+    itemsize: int
+    """Bytes of one in the forward pass."""
 
 
 @dataclass(frozen=True)

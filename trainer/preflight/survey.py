@@ -26,9 +26,8 @@ from trainer.models.policy import (
 from trainer.models.rope import Window, window
 from trainer.models.shared_prefix import sees_whole_context
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
-from trainer.preflight.activations import Parameters
 from trainer.preflight.batch import Batch, batch_of, token_budget
-from trainer.preflight.disk import Disk, checkpoint_bytes, room_for_checkpoints
+from trainer.preflight.disk import Disk, Parameters, checkpoint_bytes, room_for_checkpoints
 from trainer.preflight.facts import stage_of
 from trainer.preflight.offload import check_offload
 from trainer.preflight.probe import Probes, probe_rewards
