@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -41,3 +42,15 @@ def world() -> Iterator[World]:
         del os.environ[name]
     yield joined
     disconnect()
+
+
+@pytest.fixture
+def in_this_process(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """Commands run as a job of this one process, and leave its signals as they were."""
+    monkeypatch.setattr("trainer.run.connect", lambda *_, **__: world)
+    monkeypatch.setattr("trainer.run.disconnect", lambda: None)
+    monkeypatch.setattr("trainer.interrupts._deferred", False)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield world
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

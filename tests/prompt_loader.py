@@ -43,4 +43,4 @@ class Loader:
 
 
 def said(prompts: PromptSets, *words: str) -> bool:
-    return any(all(word in note for word in words) for note in prompts.notes)
+    return any(all(word in note for word in words) for note in prompts.notes + prompts.warnings)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.errors import Lost, Refused, RunEnd
+from trainer.errors import Lost, OutOfMemory, Refused, RunEnd
 from trainer.interrupts import leave
 from trainer.launcher.handover import accept
 from trainer.launcher.speech import WRAPPED, report
@@ -31,13 +31,12 @@ def train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     config = load(arguments.run_file, overrides)
     if not config.run.dir:
         raise Refused('run.dir is not set. Expected the directory that this run writes. Fix: [run] dir = "runs/first".')
-    if not arguments.resume:
-        if arguments.allow:
-            raise Refused("--allow names what a resumed run may change. Fix: add --resume auto, or leave --allow out.")
-        RunDirectory(config.run.dir).check()
-    if arguments.gpus is not None and arguments.gpus < 1:
-        raise Refused(f"--gpus {arguments.gpus}: expected the number of ranks, 1 or more.")
+    if not arguments.resume and arguments.allow:
+        raise Refused("--allow names what a resumed run may change. Fix: add --resume auto, or leave --allow out.")
+    _check_ranks(arguments)
     if (arguments.gpus or arguments.hostfile) and "RANK" not in os.environ:
+        if not arguments.resume:
+            RunDirectory(config.run.dir).check()
         return _launch(arguments, config, overrides)
     _prepare_libraries()
     from trainer.run import Resume, train_run
@@ -46,12 +45,17 @@ def train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return train_run(config, Path(arguments.run_file).resolve().parent, wanted)
 
 
+def _check_ranks(arguments: argparse.Namespace) -> None:
+    if arguments.gpus is not None and arguments.gpus < 1:
+        raise Refused(f"--gpus {arguments.gpus}: expected the number of ranks, 1 or more.")
+    if arguments.gpus and arguments.hostfile:
+        raise Refused("--gpus and --hostfile: one of them. The hostfile says how many ranks (slots) each host gets.")
+
+
 def _launch(arguments: argparse.Namespace, config: "RunConfig", overrides: list[str]) -> int:
     """The same command, without what starts ranks, on every rank."""
     from trainer.launcher.job import launch_here, launch_on_hosts
 
-    if arguments.gpus and arguments.hostfile:
-        raise Refused("--gpus and --hostfile: one of them. The hostfile says how many ranks (slots) each host gets.")
     if not 0 <= arguments.master_port <= 65535:
         raise Refused(f"--master_port {arguments.master_port}: expected a port, 1 to 65535.")
     words = ["train", arguments.run_file, *_resume_flags(arguments), *overrides]
@@ -68,17 +72,24 @@ def _resume_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Check everything, load the model, train nothing."""
+    """Check everything that a run needs, and list all that is wrong; nothing is trained or written."""
     from trainer.config import load
-    from trainer.record.run_dir import RunDirectory
+    from trainer.preflight.report import refused_record
 
-    config = load(arguments.run_file, overrides)
-    if config.run.dir:
-        RunDirectory(config.run.dir).check()
-    _prepare_libraries()
-    from trainer.run import preflight_run
+    try:
+        _check_ranks(arguments)
+        config = load(arguments.run_file, overrides)
+        quiet_libraries() if arguments.json else _prepare_libraries()
+        from trainer.run import preflight_run
 
-    return preflight_run(config, Path(arguments.run_file).resolve().parent)
+        folder = Path(arguments.run_file).resolve().parent
+        ranks, hostfile = arguments.gpus or 0, arguments.hostfile or ""
+        return preflight_run(config, folder, ranks=ranks, hostfile=hostfile, as_json=arguments.json)
+    except Refused as refusal:
+        if not arguments.json:
+            raise
+        sys.stdout.write(json.dumps(refused_record(refusal.problems), ensure_ascii=False) + "\n")
+        return refusal.exit_code
 
 
 def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -164,7 +175,7 @@ def ended(work: Callable[[], int]) -> int:
         return end.exit_code
     except RunEnd as end:
         report(end.exit_code, str(end))
-        _tell(f"{'refused' if end.exit_code in (2, 5) else 'stopped'}: {end}")
+        _tell(f"{'refused' if end.exit_code in (2, 5) else 'stopped'}: {end}", alone=isinstance(end, OutOfMemory))
         return end.exit_code
     except KeyboardInterrupt:
         code = 130
@@ -184,13 +195,15 @@ def _prepare_libraries() -> None:
         say("loading torch and transformers ...")
 
 
-def _tell(message: str) -> None:
-    """The last word, from rank 0 alone."""
+def _tell(message: str, *, alone: bool) -> None:
+    """The last word, from rank 0. ``alone``: rank 0 may not know, and wait for this rank until it is ended."""
     if RANK != 0:
         # Every rank meets the same mistake. The launcher ends all ranks as soon as one has left, and rank 0 has to
         # speak before that.
         with contextlib.suppress(KeyboardInterrupt):
             time.sleep(5)
+            if alone and WRAPPED not in os.environ:
+                _say(message)
     else:
         _say(message)
 
@@ -232,13 +245,13 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("run_file", metavar="RUN.toml")
         sub.set_defaults(command=command)
         sub.epilog = "Any key of the run file can be overridden: --section.key value"
+        sub.add_argument("--gpus", type=int, metavar="N", help="ranks on this machine, through the deepspeed launcher")
+        sub.add_argument(
+            "--hostfile", metavar="H", help="ranks on the hosts of a file, NAME slots=N a line, through pdsh"
+        )
+        if command is preflight:
+            sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")
         if command is train:
-            sub.add_argument(
-                "--gpus", type=int, metavar="N", help="ranks on this machine, through the deepspeed launcher"
-            )
-            sub.add_argument(
-                "--hostfile", metavar="H", help="ranks on the hosts of a file, NAME slots=N a line, through pdsh"
-            )
             sub.add_argument(
                 "--master_port",
                 type=int,

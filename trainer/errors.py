@@ -13,11 +13,31 @@ class Refused(RunEnd):
 
     exit_code = 2
 
+    def __init__(self, *problems: str, of: str = "") -> None:
+        """Several problems (``of`` a file, say) are one message, each indented below their number."""
+        message = "\n".join(problems)
+        if len(problems) > 1:
+            listed = "\n".join("  " + problem.replace("\n", "\n    ") for problem in problems)
+            message = f"{of}{': ' if of else ''}{len(problems)} problems.\n{listed}"
+        super().__init__(message)
+        self.problems = problems
+
 
 class Stopped(RunEnd):
     """A guard ended a running job (non-finite values, a reward that fails too often); the last good state is kept."""
 
     exit_code = 3
+
+
+class OutOfMemory(Stopped):
+    """A rank ran out of memory, perhaps alone: the others cannot agree with it on anything any more."""
+
+    def __init__(self, message: str, *, rank: int, begun: bool, whole: bool) -> None:
+        """``begun``: the first step had; before it the run is refused. ``whole``: the state between two steps can
+        still be saved where there is no other rank."""
+        super().__init__(message)
+        self.rank, self.whole = rank, whole
+        self.exit_code = self.exit_code if begun else Refused.exit_code
 
 
 class NoCheckpoint(RunEnd):

@@ -150,6 +150,17 @@ class Output:
         if self.world.is_main:
             self._status(state, exit_code, reason)
 
+    def end_alone(self, exit_code: int, reason: str) -> None:
+        """The same from a rank that stops alone, before it lets the others know by leaving."""
+        self.directory.amend_status(
+            state="stopped",
+            exit_code=exit_code,
+            reason=reason,
+            host=socket.gethostname(),
+            rank=self.world.rank,
+            pid=os.getpid(),
+        )
+
     def _samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         scored = [one for one in rows if one["reward"] is not None] or rows
         by_reward = sorted(scored, key=lambda one: one["reward"] or 0.0)

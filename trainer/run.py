@@ -1,8 +1,11 @@
 """One run from its run file to its exit code: join the ranks, check, train, record."""
 
+import json
 import os
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +14,18 @@ from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.save import Checkpoints
 from trainer.checkpoint.store import Found
 from trainer.config import RunConfig
-from trainer.errors import Interrupted, Lost, NoCheckpoint, Preempted, RunEnd
+from trainer.errors import Interrupted, Lost, NoCheckpoint, OutOfMemory, Preempted, Refused, RunEnd
 from trainer.launcher import say
+from trainer.launcher.hosts import read_hostfile
+from trainer.models.skeleton import is_here
+from trainer.out_of_memory import heard_of, ran_out
 from trainer.output import Output
 from trainer.preflight.facts import stage_of
-from trainer.preflight.prepare import check, load_models, start_engine
+from trainer.preflight.prepare import check, checked_of, load_models, start_engine
+from trainer.preflight.report import page, record
 from trainer.preflight.shared_dir import check_shared
-from trainer.record.console import preflight_block
+from trainer.preflight.survey import Survey, survey
+from trainer.record.memory import asked_of_memory
 from trainer.record.run_dir import RunState
 from trainer.state import State
 from trainer.train import save, together, train
@@ -55,13 +63,20 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
             _train(config, folder, world, wanted, begun)
         except Exception as error:
             _await_signal(error, world)
+            if asked := asked_of_memory(error):
+                raise ran_out(error, asked, config, world, begun[0].state if begun else None) from None
             if said := failed_collective(error):
-                raise Lost(_lost(said, begun)) from error
+                raise heard_of(Path(config.run.dir), world) or Lost(_lost(said, begun)) from error
             raise
         return 0
     except Lost as end:
         for run in begun:
             run.output.end("lost", end.exit_code, str(end))
+        raise
+    except OutOfMemory as end:
+        for run in begun:
+            _leave(run, end)
+        interrupts.ignore()
         raise
     except RunEnd as end:
         for run in begun:
@@ -88,7 +103,7 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
 
 def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun: list[Run]) -> None:
     found, goes_on = together(world, lambda: _found(config, world, wanted))
-    checked = together(world, lambda: check(config, folder, world))
+    checked = together(world, lambda: check(config, folder, world, begins=not wanted.asked))
     if wanted.asked and not found:
         checked.notes.append(
             f"--resume {wanted.asked}: {config.run.dir} has no checkpoint yet; this run starts at step 0"
@@ -137,15 +152,34 @@ def _found(config: RunConfig, world: World, wanted: Resume) -> tuple[Found | Non
     return found, goes_on
 
 
+def _leave(run: Run, end: OutOfMemory) -> None:
+    """Without a collective, since others may wait in one; they learn from run_status.json why it fails."""
+    if end.whole and run.output.world.size == 1:
+        _close(run, end)
+        return
+    if end.rank == run.output.world.rank:
+        run.output.end_alone(end.exit_code, str(end))
+    if run.output.world.is_main:
+        say(f"\n{_newest(run)}")
+
+
+def _newest(run: Run) -> str:
+    step = run.checkpoints.saved_step
+    return "there is no checkpoint" if step is None else f"the newest checkpoint is that of step {step}"
+
+
 def _close(run: Run, end: RunEnd) -> None:
     """Saves what is whole, and says and records how the run ended. Every rank raised the same ``end``: a collective."""
-    state, newest = STATES.get(type(end), "stopped"), run.checkpoints.saved_step
-    where = f"the newest checkpoint is that of step {newest}" if newest is not None else "there is no checkpoint"
+    state, where = STATES.get(type(end), "stopped"), _newest(run)
     try:
         if folder := save(run.state, run.output, run.checkpoints):
             where = f"saved {folder}; go on with --resume auto"
     except RunEnd as failed:
         where = f"not saved: {failed}; {where}"
+    except (RuntimeError, MemoryError) as failed:
+        if not asked_of_memory(failed):
+            raise
+        where = f"not saved, for want of memory; {where}"
     finally:
         run.output.end(state, end.exit_code, str(end))
     if run.output.world.is_main and type(end) in STATES:
@@ -175,13 +209,40 @@ def _await_signal(error: Exception, world: World) -> None:
         time.sleep(0.2 if world.is_main else 3)
 
 
-def preflight_run(config: RunConfig, folder: Path) -> int:
-    """Everything that ``train`` checks before the first rollout, and nothing written."""
-    world = connect(config.engine.device, timeout_seconds=config.watch.hang_timeout)
+def preflight_run(config: RunConfig, folder: Path, *, ranks: int, hostfile: str, as_json: bool) -> int:
+    """What ``train`` checks before the first rollout, and nothing written: the exit code.
+
+    Weights are read only where their files' headers do not say enough, or a hook of the user's looks at them.
+    ``ranks``: those that the run will have; 0: those of ``hostfile``, or of this launch.
+    """
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # rewards may print
+        world = connect(config.engine.device, timeout_seconds=config.watch.hang_timeout)
+        try:
+            if world.is_main and not as_json:
+                say("checking configuration, rewards and data ...")
+            found = _surveyed(config, folder, world, ranks, hostfile)
+        finally:
+            disconnect()
+    if world.is_main:
+        say(json.dumps(record(found), ensure_ascii=False) if as_json else page(found))
+    return Refused.exit_code if found.errors else 0
+
+
+def _surveyed(config: RunConfig, folder: Path, world: World, ranks: int, hostfile: str) -> Survey:
+    problems: Sequence[str] = ()
+    hosts: dict[str, int] = {}
     try:
-        checked = check(config, folder, world)
-        load_models(checked, world)
-        say(preflight_block(checked.notes))
-        return 0
-    finally:
-        disconnect()
+        hosts = {host.name: host.slots for host in read_hostfile(hostfile)} if hostfile else {}
+    except Refused as refusal:
+        problems = refusal.problems
+    found = survey(config, folder, world.device, ranks=ranks or sum(hosts.values()) or world.size, begins=True)
+    found.errors[:0] = problems
+    found.hosts = hosts
+    if found.errors or not is_here(config.model):
+        return found
+    if found.unread or config.hooks.before_rollout:
+        checked = checked_of(found)
+        told = len(checked.notes)
+        found.ask(lambda: load_models(checked, world))
+        found.notes += checked.notes[told:]
+    return found

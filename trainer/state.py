@@ -10,6 +10,7 @@ from trainer.config import RunConfig
 from trainer.engine import ZeroEngine
 from trainer.models.policy import Policy
 from trainer.models.reference import Reference
+from trainer.plan.parts import Plan
 from trainer.record.memory import PeakMemory
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.decoder import Decoder, Group
@@ -49,6 +50,8 @@ class State:
     shared_prompts: bool
     """Training and reference passes hold a group's prompt once."""
     token_budget: int
+    plan: Plan | None
+    """What a step should take; None of an architecture without formulas."""
     memory: PeakMemory
     facts: Facts
     """What a checkpoint of this run is signed with."""

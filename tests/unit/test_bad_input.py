@@ -84,10 +84,11 @@ PHASES = ["loading torch and transformers ...", "checking configuration, rewards
 
 
 def test_preflight_says_what_it_is_doing_as_it_begins(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The decisions follow, indented."""
+    """No model is loaded; the last line is the verdict."""
     assert main(["preflight", "run.toml"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[:3] == PHASES and all(line.startswith("  ") for line in lines[3:])
+    assert lines[:2] == PHASES[:2] and not any(line.endswith(" ...") for line in lines[2:])
+    assert lines[-1].startswith("ready: no errors, ")
 
 
 def test_train_says_what_it_is_doing_as_it_begins(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

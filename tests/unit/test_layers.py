@@ -16,6 +16,7 @@ FLOORS = (
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),
     ("preflight", "train"),
+    ("out_of_memory",),
     ("run",),
     ("__main__",),
 )

@@ -226,9 +226,7 @@ def test_every_toml_block_is_a_run_file(readme: Path, tmp_path: Path) -> None:
         load(str(tmp_path / "block.toml"))
 
 
-def test_every_recipe_loads_and_is_listed() -> None:
-    for name in recipes.names():
-        load(str(shipped.recipes() / f"{name}.toml"))
+def test_every_recipe_is_listed() -> None:
     assert set(recipes.names()) <= set(spans(ROOT / "launch/README.md"))
 
 

@@ -56,6 +56,58 @@ def test_last_number_reads_numbers_as_people_write_them(text: str, number: str) 
     assert builtin.number_at_end(text) == Fraction(number)
 
 
+GSM8K_ANSWER = "She sells 48 / 2 = <<48/2=24>>24 clips in May.\n#### 1,072"
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("It is 1072.", 1),
+        ("#### 1072", 1),
+        ("#### $1,072.00 dollars", 1),
+        ("#### 1072 clips, 24 of them in May", 1),
+        ("Not #### 9 but\n#### 1,072", 1),
+        ("#### 9, though 1072", 0),
+        ("so \\boxed{1072} in 2 months", 1),
+        ("so \\boxed{1{,}072 \\text{ clips}} in 2 months", 1),
+        ("so $\\boxed{\\frac{2144}{2}}$, 5", 1),
+        ("so \\boxed{9}, or 1072", 0),
+        ("\\boxed{1072", 1),
+        ("#### no number, so 1072", 1),
+        ("1,\\!072", 1),
+        ("**1072**", 1),
+        ("1072%", 1),
+        ("-1072", 0),
+        ("\N{MINUS SIGN}1072", 0),
+        ("1072.5", 0),
+        ("10,72", 0),
+        ("the answer is one thousand and seventy-two", 0),
+        ("", 0),
+    ],
+)
+def test_gsm8k_reads_the_final_number(completion: str, score: int) -> None:
+    assert builtin.gsm8k([completion], [GSM8K_ANSWER]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion"),
+    [
+        ("#### -3", "-3"),
+        ("#### 0.50", "half, .5"),
+        ("#### 42 (of 50)", "42"),
+        ("42", "42"),
+        ("#### 3/4", ".75"),
+    ],
+)
+def test_gsm8k_reads_the_number_after_the_marks_of_the_answer(answer: str, completion: str) -> None:
+    assert builtin.gsm8k([completion, "7"], [answer] * 2) == [1.0, 0.0]
+
+
+def test_gsm8k_names_rows_whose_answer_has_no_number() -> None:
+    (problem,) = runtime("gsm8k").check([row("", 0, answer="5\n#### five").prompt, row("", 1, answer="#### 5").prompt])
+    assert "cannot score 1 row: 1" in problem and 'no number after "####"' in problem
+
+
 def test_last_number_compares_exactly() -> None:
     # As floats these two are equal.
     assert builtin.last_number(["9007199254740993"], answer=["9007199254740992"]) == [0.0]

@@ -25,7 +25,5 @@ def dotted(path: Path, rewards: tuple[str, ...] = ()) -> str:
 def refuse(source: str, located: Iterable[tuple[str, str]]) -> None:
     """Raise `Refused` with every problem, each after its place; do nothing where there is none."""
     lines = [f"{place}: {text}" for place, text in located]
-    if len(lines) == 1:
-        raise Refused(lines[0])
     if lines:
-        raise Refused(f"{source}: {len(lines)} problems.\n" + "\n".join(f"  {line}" for line in lines))
+        raise Refused(*lines, of=source)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from transformers import PreTrainedTokenizerBase
@@ -18,13 +18,19 @@ from trainer.data.table import RowProblem, Table, counted, listed
 from trainer.errors import Refused
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptSets:
     train: list[Prompt]
     eval: list[Prompt]
     """Disjoint rows; empty when no evaluation is asked for."""
     notes: list[str]
     """What was decided and left out, to be printed at the start."""
+    warnings: list[str] = field(default_factory=list)
+    """What is no error, but seldom meant."""
+    left_out: int = 0
+    """Rows that cannot be used, or are too long."""
+    cut: int = 0
+    """Prompts that lost their beginning."""
 
 
 def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, eos_ids: Collection[int] = ()) -> PromptSets:
@@ -35,20 +41,35 @@ def load_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, eos_i
     """
     data = config.data
     renderer = choose_renderer(data, tokenizer, eos_ids)
-    notes: list[str] = []
-    train = _load(Source(data.source, data.split, data.config), renderer, notes)
+    sets = PromptSets([], [], [])
+    notes = sets.notes
+    train = _load(Source(data.source, data.split, data.config), renderer, sets)
     eval_source = _eval_source(data)
     held_out: list[Prompt] = []
     if eval_source is not None:
-        held_out = _load(eval_source, renderer, notes)
+        held_out = _load(eval_source, renderer, sets)
     elif data.eval_fraction > 0:
         train, held_out = split_off(train, data.eval_fraction, data.seed)
         notes.append(
             f"evaluation: {len(held_out)} of {len(train) + len(held_out)} prompts held out (data.eval_fraction)"
         )
-    notes += _remarks(train, held_out)
     notes.append(f"first prompt ({len(train[0].ids)} tokens): {train[0].text!r} = {_shortened(train[0].ids)}")
-    return PromptSets(train, held_out, notes)
+    return replace(sets, train=train, eval=held_out, warnings=_remarks(train, held_out))
+
+
+def check_sources(config: RunConfig) -> None:
+    """Refused where the rows cannot be used whatever the tokenizer is: all that can be said of them without one."""
+    data = config.data
+    problems: list[str] = []
+    for source in (Source(data.source, data.split, data.config), _eval_source(data)):
+        try:
+            if source is not None:
+                table, _, _, bad = _read(source, data)
+                _refuse(table, source, data, bad, [])
+        except Refused as refusal:
+            problems += refusal.problems
+    if problems:
+        raise Refused(*problems)
 
 
 def split_off(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -86,14 +107,19 @@ def _eval_source(data: Data) -> Source | None:
     return Source(name, split, data.config if name == data.source else "", key, "data.eval_split")
 
 
-def _load(source: Source, renderer: Renderer, notes: list[str]) -> list[Prompt]:
-    """One source's prompts in file order; what was decided on the way goes to `notes`."""
-    data = renderer.data
+def _read(source: Source, data: Data) -> tuple[Table, Columns, list[int], list[RowProblem]]:
+    """The rows, their columns, the places of good rows, and the bad ones."""
     table = read_rows(source)
     if not table.rows:
         raise Refused(f"{source.setting}: not one row can be read.\n{listed(table.unreadable)}")
     columns = map_columns(table, data.prompt_column, data.answer_column)
-    good, bad = check_rows(table, columns.prompt)
+    return table, columns, *check_rows(table, columns.prompt)
+
+
+def _load(source: Source, renderer: Renderer, sets: PromptSets) -> list[Prompt]:
+    """One source's prompts in file order; what was decided and left out on the way is added to `sets`."""
+    data = renderer.data
+    table, columns, good, bad = _read(source, data)
     messages = bool(good) and isinstance(table.rows[good[0]][columns.prompt], list)
     if good:
         renderer.refuse_unrenderable(messages, table.label)
@@ -120,7 +146,10 @@ def _load(source: Source, renderer: Renderer, notes: list[str]) -> list[Prompt]:
             text = str(renderer.tokenizer.decode(list(row_ids)))
         chat = tuple(renderer.messages(row[columns.prompt])) if messages else None
         prompts.append(Prompt(table.numbers[place] - 1, text, row_ids, chat, reward_columns(row, columns)))
-    notes += _account(table, columns, renderer, messages, bad, overlong, prompts)
+    sets.notes.extend(_account(table, columns, renderer, messages, bad, overlong, prompts))
+    dropped = overlong if data.overlong == "drop" else []
+    sets.left_out += len(bad) + len(dropped)
+    sets.cut += len(overlong) - len(dropped)
     return prompts
 
 

@@ -28,7 +28,7 @@ from trainer.config.sections import Lora, Model, Quant
 from trainer.errors import Refused
 from trainer.models import quantised, rope
 from trainer.models.rope_fields import check_config_json
-from trainer.models.source import arguments_of, loaded, local_file
+from trainer.models.source import arguments_of, loaded, local_file, refuse_missing, refuse_shapes
 
 REFERENCE_ADAPTER = "reference"
 """Name of the frozen copy of the start adapter, beside the trained "default"."""
@@ -108,9 +108,7 @@ def load_policy(
     # A clean one in its place: fields left unset in a generate() call are filled from it, and Qwen's checkpoints
     # carry top_k and repetition_penalty, which would make the sampled distribution another than the scored one.
     causal.generation_config = GenerationConfig()
-    peft = None
-    if lora.r:
-        peft = _continued(causal, lora) if lora.start_adapter else _fresh(causal, lora)
+    peft = add_adapter(causal, lora)
     policy = Policy(causal, peft, tokenizer, generation_config, dtype)
     disable_dropout(peft or causal)
     return policy
@@ -139,27 +137,16 @@ def load_causal(
     if model.gguf_file:
         # Plain weights: left in GGUF blocks they could not be trained, nor saved.
         arguments["quantization_config"] = GgufConfig(dequantize=True)
-    if model.attn == "flash_attention_2" and find_spec("flash_attn") is None:
-        raise Refused(
-            'model.attn = "flash_attention_2" needs the package flash_attn, which is not installed. '
-            'Fix: model.attn = "sdpa".'
-        )
+    check_attention(model)
     # Weights of another shape are reported here and refused below, by name; transformers only logs their names.
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "attn_implementation": model.attn}
     load = AutoModelForCausalLM.from_pretrained
     result: Any = loaded(model, lambda: load(model.name_or_path, config=config, dtype=dtype, **arguments))
     causal, info = result
     if misfits := sorted(info["mismatched_keys"]):
-        first = [f"{name} is {list(here)}, config.json wants {list(there)}" for name, here, there in misfits[:3]]
-        raise Refused(
-            f"{model.name_or_path}: {len(misfits)} weights do not have the shape of config.json "
-            f"(first: {'; '.join(first)}). Fix: use config.json and weights of one model."
-        )
+        refuse_shapes(model, misfits)
     if missing := sorted(map(str, info["missing_keys"])):
-        raise Refused(
-            f"{model.name_or_path}: the files lack {len(missing)} weights of {type(causal).__name__} "
-            f"(first: {', '.join(missing[:5])}), which would start at random. Fix: use a complete checkpoint."
-        )
+        refuse_missing(model, type(causal).__name__, missing)
     if quant.bits:
         if model.gguf_file:
             quantised.pack(causal, quant, dtype)
@@ -167,6 +154,15 @@ def load_causal(
         if not quantised.is_stored(config):
             quantised.unmarked(causal)  # an adapter's config.json is of the model, not of how a run held it
     return causal
+
+
+def check_attention(model: Model) -> None:
+    """Refused where the package that model.attn needs is missing."""
+    if model.attn == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise Refused(
+            'model.attn = "flash_attention_2" needs the package flash_attn, which is not installed. '
+            'Fix: model.attn = "sdpa".'
+        )
 
 
 def disable_dropout(module: nn.Module) -> int:
@@ -215,6 +211,13 @@ def reference_adapter(peft: PeftModel) -> Iterator[None]:
 def adapter_weights(peft: PeftModel) -> dict[str, torch.Tensor]:
     """The trained adapter's tensors under the names that PEFT saves, without the frozen start adapter's."""
     return get_peft_model_state_dict(peft, adapter_name="default")
+
+
+def add_adapter(causal: PreTrainedModel, lora: Lora) -> PeftModel | None:
+    """The model with its new or continued adapter; None in full fine-tuning."""
+    if not lora.r:
+        return None
+    return _continued(causal, lora) if lora.start_adapter else _fresh(causal, lora)
 
 
 def _fresh(causal: PreTrainedModel, lora: Lora) -> PeftModel:

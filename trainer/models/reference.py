@@ -105,7 +105,7 @@ def _unlike(copy: TokenScorer, policy: Policy, placement: Placement) -> str:
     """Why the scores of a streamed copy are not those of the policy that it was copied from, bit for bit; "" where they
     are. A small pass would not show layers that see a part of the context only, so those are told by the config."""
     name = type(policy.causal).__name__
-    if not sees_whole_context(policy.causal):
+    if not sees_whole_context(policy.causal.config):
         return f"layers of {name} do not see the whole context"
     prompt = Prompt(0, "", (2, 3, 4, 5, 6, 7), None, {})
     texts = ((2, 4, 6), (9, 8, 7, 6))

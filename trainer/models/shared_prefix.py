@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -108,7 +108,7 @@ def share_prompts(causal: PreTrainedModel) -> str:
     config = causal.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa":
         return f'model.attn = "{config._attn_implementation}"; prompts are shared with "sdpa"'
-    if not sees_whole_context(causal):
+    if not sees_whole_context(config):
         return f"layers of {type(causal).__name__} do not see the whole context"
     causal.set_attn_implementation(NAME)
     if _shares(causal):
@@ -117,9 +117,9 @@ def share_prompts(causal: PreTrainedModel) -> str:
     return f"{type(causal).__name__} computes its attention by a way of its own"
 
 
-def sees_whole_context(causal: PreTrainedModel) -> bool:
-    """Whether every layer attends to all that came before, by the config."""
-    facts = causal.config.get_text_config(decoder=True).to_dict()
+def sees_whole_context(config: PretrainedConfig) -> bool:
+    """Every layer of a model of this config attends to all that came before."""
+    facts = config.get_text_config(decoder=True).to_dict()
     return not facts.get("sliding_window") and not set(facts.get("layer_types") or ()) - {"full_attention"}
 
 

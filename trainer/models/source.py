@@ -1,7 +1,7 @@
 """Where a model comes from: a folder, a hub name or a GGUF file, and what is said when it cannot be had."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 
 from trainer.config.sections import Model
 from trainer.errors import Refused
+from trainer.record.memory import asked_of_memory
 
 T = TypeVar("T")
 
@@ -51,10 +52,29 @@ def loaded(model: Model, load: Callable[[], T]) -> T:
     except Refused:
         raise
     except Exception as error:  # transformers, safetensors, tokenizers and gguf raise kinds of their own
+        if asked_of_memory(error):
+            raise
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise Refused(
             f"model.name_or_path = {model.name_or_path}: transformers cannot load it: {reason}\nFix: {fix}."
         ) from error
+
+
+def refuse_shapes(model: Model, misfits: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """``misfits``: name of a weight, its shape in the files and by config.json."""
+    first = [f"{name} is {list(here)}, config.json wants {list(there)}" for name, here, there in misfits[:3]]
+    raise Refused(
+        f"{model.name_or_path}: {len(misfits)} weights do not have the shape of config.json "
+        f"(first: {'; '.join(first)}). Fix: use config.json and weights of one model."
+    )
+
+
+def refuse_missing(model: Model, kind: str, missing: Sequence[str]) -> None:
+    """``missing``: names of weights of a model of class ``kind``."""
+    raise Refused(
+        f"{model.name_or_path}: the files lack {len(missing)} weights of {kind} "
+        f"(first: {', '.join(missing[:5])}), which would start at random. Fix: use a complete checkpoint."
+    )
 
 
 def _check_folder(model: Model, folder: Path) -> None:

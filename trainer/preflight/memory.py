@@ -104,6 +104,8 @@ class Choice:
     checkpointing: bool
     token_budget: int
     note: str
+    plan: Plan | None
+    """None of an architecture without formulas."""
 
 
 def choose_at_start(
@@ -128,6 +130,7 @@ def choose_at_start(
             most_tokens(config, cuda),
             f"gradient checkpointing is {'on' if on else 'off'}, passes hold {most_tokens(config, cuda)} tokens: the "
             f"memory of {model_config.model_type} is not known beforehand, only that of {', '.join(KNOWN)}",
+            None,
         )
     settings = settings_of(
         config, shape, zero, ranks=world.size, cuda=cuda, itemsize=itemsize, lengths=lengths, shared=shared
@@ -135,18 +138,24 @@ def choose_at_start(
     held = state.held_at_the_start(settings) + context(settings)
     room = held - less
     found, fits = chosen(config, settings, room)
-    return Choice(found.checkpointing, found.token_budget, _note(found, held, -less, fits))
+    result = plan(found)
+    return Choice(found.checkpointing, found.token_budget, _note(result, held, -less, fits), result)
 
 
-def _note(settings: Settings, held: float, free: float, fits: bool) -> str:
-    found = plan(settings)
-    phase = max(found.totals, key=lambda name: found.totals[name])
+def in_words(found: Plan, phase: str) -> str:
+    """The largest parts of a phase."""
     parts = sorted(found.phases[phase].items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts)
+
+
+def _note(found: Plan, held: float, free: float, fits: bool) -> str:
+    settings = found.settings
+    phase = max(found.totals, key=lambda name: found.totals[name])
     limit = f"{settings.micro_batch} completions" if settings.micro_batch else f"{settings.token_budget} tokens"
     return (
         f"gradient checkpointing is {'on' if settings.checkpointing else 'off'}, a pass holds at most {limit}: by "
         f"formulas the peak is {(found.peak - held) / GIB:.2f} GiB beyond what is loaded, in {phase} (largest of all "
-        f"parts: {', '.join(f'{name} {size / GIB:.2f}' for name, size in parts)}), and {free / GIB:.2f} can be used"
+        f"parts: {in_words(found, phase)}), and {free / GIB:.2f} can be used"
         + ("" if fits else ". THAT DOES NOT FIT; `zero-grpo plan` says what would")
     )
 
@@ -166,6 +175,61 @@ def free_bytes(world: World) -> float:
 def _available() -> float:
     (line,) = (line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
     return float(line.split()[1]) * 1024
+
+
+# Before the weights are read
+
+
+@dataclass(frozen=True)
+class Planned:
+    """On this machine."""
+
+    plan: Plan
+    card: Card
+    fits: bool
+
+    def record(self) -> dict[str, Any]:
+        return table.as_json(self.plan, self.card, self.fits, [])
+
+    def line(self) -> str:
+        phase = max(self.plan.totals, key=lambda name: self.plan.totals[name])
+        return (
+            f"by formulas a rank's peak is {self.plan.peak / GIB:.2f} of {self.card.gib:.2f} GiB, in {phase} "
+            f"({in_words(self.plan, phase)})"
+        )
+
+
+def plan_here(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    zero: Mapping[str, Any],
+    *,
+    ranks: int,
+    device: torch.device,
+    itemsize: int,
+    lengths: Lengths,
+    shared: bool,
+) -> Planned | None:
+    """With what is "auto" chosen for the memory that is free now. None of an architecture without formulas."""
+    shape = shape_of(model_config.get_text_config(decoder=True).to_dict())
+    if shape is None:
+        return None
+    cuda = device.type == "cuda"
+    card = _this_card() if cuda else _this_host(ranks)
+    settings = settings_of(
+        config, shape, zero, ranks=ranks, cuda=cuda, itemsize=itemsize, lengths=lengths, shared=shared
+    )
+    found, fits = chosen(config, settings, card.gib * GIB)
+    return Planned(plan(found), card, fits)
+
+
+def _this_card() -> Card:
+    return card_of(torch.cuda.mem_get_info()[1] / GIB)
+
+
+def _this_host(ranks: int) -> Card:
+    """The share of a rank."""
+    return replace(card_of(USABLE * _available() / ranks / GIB), name="the CPU")
 
 
 # The command
@@ -241,6 +305,5 @@ def _card(asked: Asked, config: RunConfig) -> tuple[Card, bool]:
     if asked.memory_gib:
         return card_of(asked.memory_gib), True
     if config.engine.device == "auto" and torch.cuda.is_available():
-        return card_of(torch.cuda.mem_get_info()[1] / GIB), True
-    gib = USABLE * _available() / asked.gpus / GIB
-    return replace(card_of(gib), name="the CPU"), False
+        return _this_card(), True
+    return _this_host(asked.gpus), False

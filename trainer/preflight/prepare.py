@@ -1,6 +1,5 @@
 """From a run file to a run that can start: every check first, the weights after, the engine last."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,38 +10,26 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from trainer import interrupts
 from trainer.checkpoint import random_states
 from trainer.checkpoint.manifest import Facts
-from trainer.config import RunConfig, warnings
-from trainer.config.deepspeed_json import resolve
-from trainer.data.prompts import PromptSets, load_prompts
-from trainer.data.stops import StopIds, declared_eos, stop_ids
+from trainer.config import RunConfig
+from trainer.data.prompts import PromptSets
+from trainer.data.stops import StopIds, stop_ids
 from trainer.engine import FrozenShards, ZeroEngine
-from trainer.errors import Refused
 from trainer.launcher import say
-from trainer.models import quantised
 from trainer.models.head import peak_bytes, whole_bytes
-from trainer.models.policy import (
-    Policy,
-    load_config,
-    load_generation_config,
-    load_policy,
-    load_tokenizer,
-    resolve_dtype,
-)
+from trainer.models.policy import Policy, load_policy
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.shared_prefix import share_prompts
 from trainer.models.streaming import Placement
-from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
+from trainer.models.vocabulary import check_embedding_rows
 from trainer.preflight.facts import facts_of
 from trainer.preflight.memory import choose_at_start
-from trainer.preflight.optimizer import check_optimizer
-from trainer.preflight.replay import check_replay
+from trainer.preflight.survey import Survey, survey
 from trainer.record.memory import PeakMemory
-from trainer.record.trackers import check_trackers
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hf import HfDecoder
-from trainer.rollout.hooks import Hook, HookContext, load_hooks, run_hooks
-from trainer.rollout.rope_guard import Lengths, check_window, rope_guard
+from trainer.rollout.hooks import Hook, HookContext, run_hooks
+from trainer.rollout.rope_guard import Lengths, rope_guard
 from trainer.rollout.shared import SharedDecoder
 from trainer.state import State
 from trainer.world import World
@@ -73,48 +60,31 @@ class Checked:
         )
 
 
-def check(config: RunConfig, folder: Path, world: World) -> Checked:
-    """Everything that can be refused before the weights are read. ``folder``: where the run file lies."""
+def check(config: RunConfig, folder: Path, world: World, *, begins: bool = False) -> Checked:
+    """Everything that can be refused before the weights are read, all of it in one message. ``folder``: where the run
+    file lies. ``begins``: run.dir must not hold a run yet."""
     _tell(world, "checking configuration, rewards and data")
-    notes = list(warnings(config))
-    dtype, why = resolve_dtype(config.model.dtype, world.device)
-    notes.append(f"device {world.device.type}, {world.size} rank(s), {str(dtype).removeprefix('torch.')} ({why})")
-    check_trackers(config.log.report_to)
-    rewards = RewardRuntime(config.reward, folder)
-    hooks = load_hooks(config.hooks.before_rollout)
-    model_config, model_notes = load_config(config.model)
-    notes += model_notes + quantised.check_stored(model_config, config.model, config.quant)
-    quantised.check_backend(config.quant, world.device)
-    deepspeed = resolve(
-        config,
-        world.size,
-        dtype="bf16" if dtype == torch.bfloat16 else "fp32",
-        hidden_size=model_config.get_text_config(decoder=True).hidden_size,
+    found = survey(config, folder, world.device, ranks=world.size, begins=begins)
+    found.refuse()
+    return checked_of(found)
+
+
+def checked_of(found: Survey) -> Checked:
+    """What a survey without errors has found."""
+    assert found.deepspeed is not None and found.tokenizer is not None and found.model_config is not None
+    assert found.prompts is not None and found.rewards is not None and found.hooks is not None and found.dtype
+    return Checked(
+        config=found.config,
+        deepspeed=found.deepspeed,
+        tokenizer=found.tokenizer,
+        model_config=found.model_config,
+        prompts=found.prompts,
+        rewards=found.rewards,
+        hooks=[rope_guard, *found.hooks],
+        dtype=found.dtype,
+        steps=found.steps,
+        notes=[*(f"warning: {warning}" for warning in found.warnings), *found.notes],
     )
-    check_optimizer(config, deepspeed)
-    tokenizer = load_tokenizer(config.model)
-    if config.lora.start_adapter:
-        _, adapter_notes = start_adapter_base(config.lora.start_adapter, config.model.name_or_path)
-        notes += adapter_notes
-    if config.rollout.replay:
-        prompts, steps = check_replay(config, tokenizer)
-    else:
-        prompts = load_prompts(config, tokenizer, eos_ids=declared_eos(tokenizer, load_generation_config(config.model)))
-        if problems := rewards.check(prompts.train + prompts.eval):
-            raise Refused("rewards and data do not fit:\n" + "\n".join(problems))
-        steps = _steps(config, len(prompts.train))
-    rewards.max_steps = steps
-    notes += prompts.notes
-    rollout = config.rollout
-    notes.append(
-        f"{steps} steps of {rollout.prompts_per_step} prompts x {rollout.num_generations} completions = "
-        f"{config.completions_per_step} completions, {config.grpo.updates_per_rollout} update(s) each"
-    )
-    checked = Checked(
-        config, deepspeed, tokenizer, model_config, prompts, rewards, [rope_guard, *hooks], dtype, steps, notes
-    )
-    check_window(model_config, checked.lengths, "policy")
-    return checked
 
 
 @dataclass(frozen=True)
@@ -137,7 +107,8 @@ def load_models(checked: Checked, world: World) -> Models:
     policy = load_policy(config.model, checked.model_config, config.lora, tokenizer, checked.dtype, config.quant)
     check_embedding_rows(policy.causal, tokenizer)
     stops = stop_ids(tokenizer, policy.generation_config)
-    checked.notes.extend(stops.notes)
+    if config.model.gguf_file:  # of others the survey has said it
+        checked.notes.extend(stops.notes)
     named = ", ".join(f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)})" for token_id in stops.ids)
     checked.notes.append(
         f"a completion ends with token {named or 'none'}, or after {config.rollout.max_new_tokens} tokens"
@@ -165,7 +136,8 @@ def load_models(checked: Checked, world: World) -> Models:
         max_new_tokens=checked.lengths.new,
         world_rank=world.rank,
     )
-    checked.notes.extend(run_hooks(checked.hooks, context))
+    told = run_hooks(checked.hooks, context)
+    checked.notes.extend(note for note in told if f"warning: {note}" not in checked.notes)
     facts = facts_of(config, checked.deepspeed, checked.prompts.train, checked.rewards, policy, world.size)
     return Models(policy, scorer, reference, stops, not unshared, facts)
 
@@ -215,6 +187,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
         eval_prompts=checked.prompts.eval,
         steps=checked.steps,
         token_budget=choice.token_budget,
+        plan=choice.plan,
         shared_prompts=models.shared_prompts,
         memory=memory,
         facts=models.facts,
@@ -245,13 +218,3 @@ def _head_note(config: PretrainedConfig, tokens: int, estimator: str) -> str:
         f"a pass of {tokens} tokens scores {columns} columns in chunks: {chunked:.2f} GiB at its peak, where whole "
         f"logits would take {whole:.1f} (of an A10's 24 GB about 22 can be used)"
     )
-
-
-def _steps(config: RunConfig, prompts: int) -> int:
-    if prompts < config.rollout.prompts_per_step:
-        raise Refused(
-            f"rollout.prompts_per_step = {config.rollout.prompts_per_step}, but data.source = {config.data.source} has "
-            f"{prompts} usable prompts, and a step never holds one twice. Fix: rollout.prompts_per_step = {prompts} "
-            "or less."
-        )
-    return config.run.steps or math.ceil(config.run.epochs * prompts / config.rollout.prompts_per_step)

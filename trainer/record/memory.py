@@ -1,6 +1,7 @@
 """Peak memory of a step: CUDA keeps count itself; on a CPU, live tensor storages are counted here."""
 
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,23 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
+
+ASKED = (
+    r"[Tt]ried to allocate ([\d.]+ ?(?:bytes|[KMGT]iB))",  # torch's allocators, for a card and for the CPU
+    r"Unable to allocate ([\d.]+ ?[KMGT]?i?B)",  # numpy's
+)
+SAID = r"out of memory|not enough memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc"
+
+
+def asked_of_memory(error: BaseException) -> str:
+    """How much was asked for when memory ran out, on a card or on the CPU, as `2.00 GiB`; "" of any other error."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not (isinstance(error, RuntimeError) and re.search(SAID, text, re.I)):
+        return ""
+    found = next((match[1] for pattern in ASKED if (match := re.search(pattern, text))), "")
+    if found.endswith("bytes"):
+        return f"{float(found.split()[0]) / 2**30:.2f} GiB"
+    return found or "an amount that the library does not name"
 
 
 class PeakMemory:

@@ -148,6 +148,12 @@ class RunDirectory:
         }
         self._replace("run_status.json", json.dumps(status, indent=2, ensure_ascii=False) + "\n")
 
+    def amend_status(self, **changed: Any) -> None:
+        """The same file, by a rank that cannot let rank 0 write: what is not given stays."""
+        updated = datetime.now(UTC).isoformat(timespec="seconds")
+        status = read_status(self.path) | changed | {"updated": updated}
+        self._replace("run_status.json", json.dumps(status, indent=2, ensure_ascii=False) + "\n")
+
     def _replace(self, name: Path | str, text: str) -> None:
         """Whole file or nothing: written beside and moved over, so that a reader never sees half of it."""
         path = self.path / name
@@ -168,6 +174,15 @@ def check_can_write(path: Path, key: str) -> None:
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         what = "cannot be written" if above.is_dir() else "is a file"
         raise Refused(f"{key}: {path} cannot be created: {above} {what}. Fix: set {key} to a path you can write.")
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """run_status.json; empty where there is none yet."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / "run_status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -54,15 +54,69 @@ def last_number(completions: list[Any], answer: list[Any]) -> list[float]:
 
 def number_at_end(text: str) -> Fraction | None:
     """The last number in a text, exactly; None where there is none."""
-    numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    if not numbers:
-        return None
-    sign, digits = numbers[-1]
+    numbers = _numbers(text)
+    return _value(*numbers[-1]) if numbers else None
+
+
+def _numbers(text: str) -> list[tuple[str, str]]:
+    return NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+
+
+def _value(sign: str, digits: str) -> Fraction | None:
     try:
         value = Fraction(digits.replace(",", ""))
     except ValueError:  # thousands of digits, which Python does not convert
         return None
     return -value if sign else value
+
+
+def gsm8k(completions: list[Any], answer: list[Any]) -> list[float]:
+    """1 where the completion's final number is the one after "####" in the answer, as numbers, not as text.
+
+    Final is what follows the last "####", else what the last \\boxed{} holds, else the last number. Reads -3, 1,234,
+    $2.50, 1{,}234, .5, 3/4, \\frac{3}{4}, with or without units. ValueError where an answer holds no number.
+
+    >>> gsm8k(["#### 42 eggs, of 50", "\\boxed{1{,}200}", "So 7"], answer=["6 * 7\\n#### 42", "#### 1,200", "#### 8"])
+    [1.0, 1.0, 0.0]
+    """
+    scores = []
+    for completion, row_answer in zip(completions, answer, strict=True):
+        wanted = _after_hashes(str(row_answer)) if "####" in str(row_answer) else number_at_end(str(row_answer))
+        if wanted is None:
+            raise ValueError(f'the answer {str(row_answer)[-80:]!r} holds no number after "####"')
+        scores.append(float(_final_number(text_of(completion)) == wanted))
+    return scores
+
+
+def _final_number(text: str) -> Fraction | None:
+    for marked in (_after_hashes(text), _boxed(text)):
+        if marked is not None:
+            return marked
+    return number_at_end(_plain(text))
+
+
+def _after_hashes(text: str) -> Fraction | None:
+    """The first number after the last "####"."""
+    _, found, rest = text.rpartition("####")
+    numbers = _numbers(_plain(rest)) if found else []
+    return _value(*numbers[0]) if numbers else None
+
+
+def _boxed(text: str) -> Fraction | None:
+    """The last number inside of the last \\boxed{...}, which may hold further braces."""
+    _, found, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for at, char in enumerate(rest if found else ""):
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return number_at_end(_plain(rest[:at]))
+    return None
+
+
+def _plain(text: str) -> str:
+    """Numbers as people write them, of LaTeX's 1{,}234, 1,\\!234, \\$5 and \\frac{3}{4}."""
+    text = text.replace("{,}", ",").replace("\\!", "").replace("\\$", "$")
+    return re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
 
 
 def regex(completions: list[Any], *, pattern: re.Pattern[str]) -> list[float]:
@@ -162,6 +216,7 @@ def _task_scorer(task: str) -> Callable[..., float]:
 BUILTINS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "last_number": last_number,
+    "gsm8k": gsm8k,
     "regex": regex,
     "format": think_then_answer,
     "length": length,

@@ -88,6 +88,18 @@ class RewardRuntime:
             result.messages.append(_none_scored(self.sections, completions, step))
         return result
 
+    def probe(self, completions: list[Completion]) -> list[tuple[Reward, RewardFunction, Scores | str]]:
+        """What each reward says of a few completions before the first step, or how it breaks its contract. Nothing is
+        kept, and no share of failures ends anything."""
+        state = TrainerState(global_step=0, max_steps=self.max_steps)
+        found: list[tuple[Reward, RewardFunction, Scores | str]] = []
+        for section, reward in zip(self.sections, self._functions, strict=True):
+            try:
+                found.append((section, reward, score_rows(reward, completions, state, self._loop)))
+            except Stopped as broken:
+                found.append((section, reward, str(broken)))
+        return found
+
     def copy_into(self, run_dir: Path) -> None:
         """Keep the user's reward files with the run, in RUN_DIR/rewards."""
         copy_files(self._files, self.folder, run_dir)

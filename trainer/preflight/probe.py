@@ -1,0 +1,103 @@
+"""One call of every reward before the first rollout: on a row's reference answer, on another row's, on nothing."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.batch import Completion, Prompt
+from trainer.rewards.calls import Scores
+from trainer.rewards.runtime import RewardRuntime
+
+REFERENCE, SHUFFLED, EMPTY, QUESTION = "reference", "shuffled", "empty", "prompt"
+"""What the completions of the probe say: the answer of their row, that of another row, nothing, or their prompt again
+where rows have no answer."""
+
+
+@dataclass
+class Probes:
+    """What the rewards said."""
+
+    row: int
+    """Number of the row that was asked about, from 1."""
+    scores: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """By reward, then by completion; None where it did not score that one."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        return {name: {"row": self.row, **scores} for name, scores in self.scores.items()}
+
+
+def probe_rewards(rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> Probes:
+    """Calls each reward once. Errors: it breaks its contract, or fails on all. Warnings: it fails on some, or finds the
+    right answer no better than a wrong one."""
+    prompt = prompts[0]
+    said = _said(prompts)
+    end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    completions = [
+        Completion(
+            group=0,
+            generation=place,
+            prompt=prompt,
+            ids=(*tokenizer(text, add_special_tokens=False)["input_ids"], *end),
+            sampling_logps=(),
+            finish="stop",
+            text=text,
+        )
+        for place, text in enumerate(said.values())
+    ]
+    probes = Probes(prompt.index + 1)
+    start = time.perf_counter()
+    for section, reward, scores in rewards.probe(completions):
+        probes.seconds[section.name], start = time.perf_counter() - start, time.perf_counter()
+        if isinstance(scores, str):
+            probes.errors.append(f"{scores} (asked about row {probes.row} before the first rollout)")
+            continue
+        probes.scores[section.name] = dict(zip(said, scores.values, strict=True))
+        forgiven = section.fallback is not None or section.max_unscored == 1
+        _judge(probes, reward.label, list(said), scores, forgiven=forgiven)
+        if REFERENCE in said and "answer" in reward.signature.accepted:
+            _compare(probes, reward.label, probes.scores[section.name])
+    return probes
+
+
+def _said(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """The text of each completion of the probe, all as answers to the first prompt."""
+    answers = [str(prompt.columns["answer"]) for prompt in prompts if prompt.columns.get("answer") not in (None, "")]
+    if not answers or prompts[0].columns.get("answer") in (None, ""):
+        return {QUESTION: prompts[0].text, EMPTY: ""}
+    other = next((answer for answer in answers if answer != answers[0]), None)
+    return {REFERENCE: answers[0]} | ({} if other is None else {SHUFFLED: other}) | {EMPTY: ""}
+
+
+def _judge(probes: Probes, label: str, said: Sequence[str], scores: Scores, *, forgiven: bool) -> None:
+    """``forgiven``: the run file says that the run goes on where all fail."""
+    reasons = "; ".join(dict.fromkeys(scores.failures.values()))
+    where = ", ".join(said[place] for place in scores.failures)
+    if len(scores.failures) == len(said):
+        (probes.warnings if forgiven else probes.errors).append(
+            f"{label} fails on every completion that it was tried on ({where}, row {probes.row}): {reasons}"
+        )
+    elif scores.failures:
+        probes.warnings.append(f"{label} fails on some completions ({where}, row {probes.row}): {reasons}")
+    elif all(value is None for value in scores.values):
+        probes.warnings.append(
+            f"{label} scored none of the completions that it was tried on ({', '.join(said)}, row {probes.row}): "
+            "unscored completions teach nothing"
+        )
+
+
+def _compare(probes: Probes, label: str, scores: dict[str, float | None]) -> None:
+    right = scores[REFERENCE]
+    others = {name: value for name, value in scores.items() if name != REFERENCE and value is not None}
+    if right is None or not others or right > max(others.values()):
+        return
+    told = ", ".join(f"{name} {value:g}" for name, value in others.items())
+    probes.warnings.append(
+        f"{label} gives the reference answer of row {probes.row} {right:g}, and no less to what is wrong: {told}. "
+        "Fine where an answer has to be in a form that the reference lacks; otherwise look at data.answer_column"
+    )
