@@ -365,7 +365,6 @@ CASES = [
     ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
     ("not_yet", {"watch__on_alarm": "stop"}, ["watch.on_alarm", 'use "warn"'], {"watch__hang_timeout": 60.0}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
-    ("not_yet", {"log__histogram_every": 50}, ["log.histogram_every = 50", "use 0"], {}),
     (
         "reward_kinds",
         {"reward": [{"name": "a", "kind": "openai", "model": "m"}]},

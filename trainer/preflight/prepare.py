@@ -36,7 +36,7 @@ from trainer.preflight.facts import facts_of
 from trainer.preflight.offload import check_offload
 from trainer.preflight.replay import check_replay
 from trainer.record.memory import PeakMemory
-from trainer.record.trackers import check_trackers
+from trainer.record.trackers import unusable
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hf import HfDecoder
 from trainer.rollout.hooks import Hook, HookContext, load_hooks, run_hooks
@@ -80,7 +80,7 @@ def check(config: RunConfig, folder: Path, world: World) -> Checked:
     notes = list(warnings(config))
     dtype, why = resolve_dtype(config.model.dtype, world.device)
     notes.append(f"device {world.device.type}, {world.size} rank(s), {str(dtype).removeprefix('torch.')} ({why})")
-    check_trackers(config.log.report_to)
+    notes += unusable(config.log.report_to)
     rewards = RewardRuntime(config.reward, folder)
     hooks = load_hooks(config.hooks.before_rollout)
     model_config, model_notes = load_config(config.model)
