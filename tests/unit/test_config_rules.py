@@ -226,6 +226,12 @@ CASES = [
         {"grpo__kl__coef": 0},
     ),
     (
+        "reference_is_used",
+        {"grpo__kl__coef": 0, "log__histogram_every": 5},
+        ["log.histogram_every = 5", "grpo.kl.coef = 0"],
+        {"log__histogram_every": 5},
+    ),
+    (
         "reference_adapter",
         {"reference__mode": "adapter", "lora__r": 0},
         ["reference.mode", "lora.r"],

@@ -218,7 +218,7 @@ class Chart {
   alarmLine(root, alarm) {
     const [first, last] = this.domain.x;
     if (alarm.step < first || alarm.step > last) return;
-    const own = this.spec.series.some((one) => alarm.signal && (one.key === alarm.signal || one.key.startsWith(alarm.signal)));
+    const own = this.spec.series.some((one) => alarm.signal && one.key === alarm.signal);
     const at = this.x(alarm.step);
     root.append(svg("line", { class: own ? "alarm own" : "alarm", x1: at, x2: at, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
     if (own) root.append(svg("path", { class: "flag", d: `M${at - 4} ${MARGIN.top - 7}h8l-4 7z` }));

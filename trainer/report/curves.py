@@ -22,16 +22,20 @@ class Chart:
 
 CHARTS = (
     Chart("Reward", "Reward", "reward", ("reward_mean", "reward/")),
-    Chart("Reward", "Spread of the rewards", "reward", ("reward_std",)),
+    Chart("Reward", "Spread of the rewards", "reward", ("reward_std", "reward_group_std")),
     Chart("Reward", "No spread in a group, no reward", "share", ("zero_std_fraction", "unscored_fraction")),
     Chart("Reward", "Rewards that failed", "share", ("rewards/",)),
     Chart("KL", "KL of policy and reference", "nats per token", ("kl",)),
     Chart("KL", "KL over tokens: deviation and largest", "nats per token", ("kl_std", "kl_max")),
+    Chart("KL", "KL of the ranks", "nats per token", ("kl_rank_min", "kl_rank_max")),
+    Chart("KL", "Tokens in the tail of the KL", "share", ("kl_tail_fraction",)),
     Chart("KL", "KL coefficient", "coefficient", ("kl_coef",)),
     Chart("KL", "Reward / (KL x coefficient)", "ratio", ("reward_kl_ratio",)),
-    Chart("KL", "Sampler against policy", "nats per token", ("sampling_logp_gap",)),
+    Chart("KL", "Sampler against policy", "nats per token", ("sampling_logp_gap", "sampling_logp_gap_max")),
     Chart("Text", "Entropy", "nats per token", ("entropy",)),
-    Chart("Text", "Garble", "share", ("garble_rate", "garble/", "garble_")),
+    Chart("Text", "Garbled completions", "share", ("garble_rate",)),
+    Chart("Text", "Garble by part, but for those that stay 0", "share", ("garble/",)),
+    Chart("Text", "Repetition, most frequent token", "share", ("repetition", "top_token_share")),
     Chart("Text", "Length of a completion", "tokens", ("completion_tokens_mean",)),
     Chart("Text", "Completions cut off", "share", ("truncated_fraction",)),
     Chart("Gradient", "Gradient norm, before clipping", "L2 norm", ("grad_norm",)),
@@ -40,7 +44,7 @@ CHARTS = (
     Chart("Gradient", "Learning rate", "rate", ("lr",)),
     Chart("Speed and memory", "Seconds of a step", "s", ("seconds_",)),
     Chart("Speed and memory", "Speed", "completion tokens per s", ("tokens_per_second",)),
-    Chart("Speed and memory", "Peak memory", "GiB", ("peak_memory_gib",)),
+    Chart("Speed and memory", "Peak memory", "GiB", ("peak_memory_gib", "held_memory_gib")),
 )
 OTHERS = "Others"
 HELD_OUT = (("sampled", "held-out, sampled"), ("greedy", "held-out, greedy"))
@@ -49,7 +53,7 @@ HELD_OUT = (("sampled", "held-out, sampled"), ("greedy", "held-out, greedy"))
 def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """All curves as JSON. One run: the charts of the table. Several: a chart a signal, a colour a run."""
     present = sorted({key for run in runs for row in run.metrics for key in row} - {"step"})
-    present = [key for key in present if any(run.column(key) for run in runs)]
+    present = [key for key in present if any(_says_something(key, run) for run in runs)]
     made: list[dict[str, Any]] = []
     for chart, keys in arranged(present):
         parts = [keys] if len(runs) == 1 else [[key] for key in keys]
@@ -72,6 +76,11 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
                 }
             )
     return made
+
+
+def _says_something(key: str, run: Run) -> bool:
+    column = run.column(key)
+    return any(value for _, value in column) if key.startswith("garble/") else bool(column)
 
 
 def arranged(present: Sequence[str]) -> Iterator[tuple[Chart, list[str]]]:

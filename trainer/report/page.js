@@ -27,14 +27,14 @@ function head(run, at) {
   return el("div", { class: "run" },
     el("div", { class: "run-name" }, several ? el("span", { class: `swatch c${at % 8}` }) : "", el(several ? "strong" : "h1", { text: run.name }), el("span", { class: `state ${/^[a-z]+$/.test(state) ? state : ""}`, text: state }), el("span", { class: "soft small", text: status.reason || "" })),
     el("p", { class: "soft small", text: [run.path, status.run_id && `run ${status.run_id}`, status.updated && `last step ${status.updated}`].filter(Boolean).join(" · ") }),
-    el("dl", { class: "tiles" }, tile("steps", steps ? steps[1] : 0), tile("reward", last.reward_mean), tile("KL, nats per token", last.kl), tile("entropy, nats", last.entropy), tile("garble", percent(last.garble_rate)), tile("length, tokens", last.completion_tokens_mean), tile("cut off", percent(last.truncated_fraction)), tile("gradient norm", last.grad_norm), tile("tokens per second", last.tokens_per_second), tile("peak memory, GiB", last.peak_memory_gib), tile("alarms", run.alarms.length)));
+    el("dl", { class: "tiles" }, tile("steps", steps ? steps[1] : 0), tile("reward", last.reward_mean), tile("KL, nats per token", last.kl), tile("entropy, nats", last.entropy), tile("garble", percent(last.garble_rate)), tile("length, tokens", last.completion_tokens_mean), tile("cut off", percent(last.truncated_fraction)), tile("gradient norm", last.grad_norm), tile("tokens per second", last.tokens_per_second), tile("peak memory, GiB", last.peak_memory_gib), tile("alarms", run.alarms.filter((alarm) => !alarm.event || alarm.event === "raised").length)));
 }
 
 /** A lane a signal, a mark an alarm; below them a table. */
 function alarmSection() {
   const all = data.runs.flatMap((run, at) => run.alarms.map((alarm) => ({ ...alarm, run: at })));
   if (!all.length) return el("p", { class: "soft", text: "No alarm was recorded." });
-  const columns = [["step", "step"], ...(several ? [["run", "run"]] : []), ["signal", "signal"], ["state", "state"], ["cause", "suspected cause"], ["message", "what was seen"], ["fix", "what to do"], ["count", "times"], ["more", "evidence"]].filter(([key]) => key === "step" || key === "run" || all.some((alarm) => alarm[key]));
+  const columns = [["step", "step"], ...(several ? [["run", "run"]] : []), ["alarm", "alarm"], ["event", "event"], ["signal", "signal"], ["message", "what was seen"], ["cause", "suspected cause"], ["fix", "what to do"], ["count", "times"], ["more", "evidence"]].filter(([key]) => key === "step" || key === "run" || all.some((alarm) => alarm[key]));
   const lines = all.map((alarm) => el("tr", {}, ...columns.map(([key]) => {
     if (key === "step") return el("td", { class: "num alarm-step", text: alarm.step });
     if (key === "run") return el("td", { text: data.runs[alarm.run].name });
@@ -59,8 +59,8 @@ function timeline(alarms) {
     for (const alarm of alarms) {
       const lane = lanes.indexOf(alarm.signal || "alarm");
       if (lane < 0) continue;
-      const mark = svg("circle", { class: "flag", cx: x(alarm.step), cy: 22 * lane + 11, r: 5 });
-      mark.append(svg("title", { text: `step ${alarm.step}: ${alarm.cause || alarm.message || ""}`.slice(0, 200) }));
+      const mark = svg("circle", { class: alarm.event === "cleared" ? "cleared" : "flag", cx: x(alarm.step), cy: 22 * lane + 11, r: 5 });
+      mark.append(svg("title", { text: `step ${alarm.step}: ${alarm.event || ""} ${alarm.cause || alarm.message || ""}`.slice(0, 200) }));
       root.append(mark);
     }
     for (const tick of linearTicks(Math.min(...steps), Math.max(...steps) || 1, Math.floor(width / 120)).filter(Number.isInteger)) root.append(svg("text", { x: x(tick), y: bottom + 14, "text-anchor": "middle", text: shown(tick) }));
@@ -72,7 +72,7 @@ function timeline(alarms) {
 
 function curveSection() {
   const box = el("div");
-  const alarms = data.runs.flatMap((run) => run.alarms);
+  const alarms = data.runs.flatMap((run) => run.alarms.filter((alarm) => alarm.event !== "cleared"));
   const steps = data.charts.length ? stepsOf(data.charts) : [];
   const label = (one) => (!several ? one.key : one.error ? `${data.runs[one.run].name}, ${one.key}` : data.runs[one.run].name);
   for (const group of [...new Set(data.charts.map((chart) => chart.group))]) {

@@ -20,7 +20,7 @@ from trainer.report.signature import signature
 
 SCRIPTS = ("chart.js", "rollouts.js", "page.js")
 MOST_HISTOGRAMS, MOST_ALARMS = 24, 500
-ALARM_FIELDS = ("step", "signal", "severity", "state", "cause", "message", "fix", "count")
+ALARM_FIELDS = ("step", "alarm", "event", "signal", "cause", "cause_in_words", "message", "fix", "count")
 """Shown in columns of their own; whatever else an alarm holds is shown as JSON."""
 
 
@@ -110,9 +110,21 @@ def _run(run: Run) -> dict[str, Any]:
 
 def _alarm(alarm: Row) -> dict[str, Any]:
     known = {key: printable(str(alarm[key]))[:1000] for key in ALARM_FIELDS[1:] if alarm.get(key) not in (None, "")}
+    known["cause"] = known.pop("cause_in_words", known.get("cause", ""))
+    known.setdefault("message", _seen(alarm))
     others = {key: value for key, value in alarm.items() if key not in ALARM_FIELDS}
     more = printable(json.dumps(others, ensure_ascii=False, indent=1))[:4000] if others else ""
     return {"step": alarm["step"], **known, "more": more}
+
+
+def _seen(alarm: Row) -> str:
+    """The signal in words: ``0.52 (limit 0.4, 0.01 at the beginning)``."""
+    value, limit, beginning = (alarm.get(name) for name in ("value", "limit", "baseline"))
+    if not is_finite(value):
+        return ""
+    beside = [f"limit {limit:.3g}"] if is_finite(limit) else []
+    beside += [f"{beginning:.3g} at the beginning"] if is_finite(beginning) else []
+    return f"{value:.3g}" + (f" ({', '.join(beside)})" if beside else "")
 
 
 def _histograms(run: Run) -> list[Row]:
