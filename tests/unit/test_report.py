@@ -165,6 +165,7 @@ def test_a_short_run_has_no_shape_yet() -> None:
 def test_only_turns_of_that_size_count() -> None:
     assert reversals([0, 1, 0.9, 2, 0, 0.1, 3], 0.5) == 2
     assert reversals([0, 1, 0.9, 2, 0, 0.1, 3], 0.05) == 4
+    assert reversals([1, 0, 1], 0.5) == 1
 
 
 # Garbled parts

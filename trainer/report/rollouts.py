@@ -14,7 +14,7 @@ MOST_STEPS, MOST_ROWS = 60, 500
 """Of one page: rollout files that are read, and completions that are shown."""
 MOST_READ, MOST_SHOWN = 256 * 2**20, 4 * 2**20
 """Bytes."""
-WORST, GARBLED, BEST, OF_EACH_STEP = 150, 50, 50, 2
+WORST, GARBLED, OF_EACH_STEP = 150, 50, 2
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def choose(run: Run, number: int, shares: int) -> Chosen:
     if len(kept) < len(rows):
         notes.append(
             f"{len(kept):,} of the {len(rows):,} completions in these files are shown: the last and the first step's, "
-            f"the most garbled, the worst, the best, and the extremes of each step"
+            f"the most garbled, the worst, and the extremes of each step"
         )
     if len(run.metrics) > len(run.rollouts):
         notes.append(f"{len(run.metrics):,} steps, {len(run.rollouts):,} with rollouts (log.rollouts_every)")
@@ -75,7 +75,6 @@ def picked(rows: Sequence[Row]) -> Iterator[Row]:
     yield from (row for row in rows if row["step"] == first)
     yield from sorted((row for row in rows if row["marked"]), key=lambda row: -row["marked"])[:GARBLED]
     yield from ranked[:WORST]
-    yield from scored[::-1][:BEST]
     by_step: dict[int, list[Row]] = {}
     for row in scored:
         by_step.setdefault(row["step"], []).append(row)
