@@ -26,7 +26,7 @@ function head(run, at) {
   const percent = (share) => (share === undefined ? undefined : `${(100 * share).toFixed(1)} %`);
   return el("div", { class: "run" },
     el("div", { class: "run-name" }, several ? el("span", { class: `swatch c${at % 8}` }) : "", el(several ? "strong" : "h1", { text: run.name }), el("span", { class: `state ${/^[a-z]+$/.test(state) ? state : ""}`, text: state }), el("span", { class: "soft small", text: status.reason || "" })),
-    el("p", { class: "soft small", text: [run.path, status.run_id && `run ${status.run_id}`, status.updated && `last step ${status.updated}`].filter(Boolean).join(" · ") }),
+    el("p", { class: "soft small", text: [run.path, status.run_id && `run ${status.run_id}`, status.updated && `updated ${status.updated}`].filter(Boolean).join(" · ") }),
     el("dl", { class: "tiles" }, tile("steps", steps ? steps[1] : 0), tile("reward", last.reward_mean), tile("KL, nats per token", last.kl), tile("entropy, nats", last.entropy), tile("garble", percent(last.garble_rate)), tile("length, tokens", last.completion_tokens_mean), tile("cut off", percent(last.truncated_fraction)), tile("gradient norm", last.grad_norm), tile("tokens per second", last.tokens_per_second), tile("peak memory, GiB", last.peak_memory_gib), tile("alarms", run.alarms.filter((alarm) => !alarm.event || alarm.event === "raised").length)));
 }
 
