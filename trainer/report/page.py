@@ -18,7 +18,7 @@ from trainer.report.read import Row, Run, is_finite, read_object, read_runs
 from trainer.report.rollouts import choose
 from trainer.report.signature import signature
 
-SCRIPTS = ("chart.js", "rollouts.js", "page.js")
+SCRIPTS = ("chart.js", "histogram.js", "rollouts.js", "page.js")
 MOST_HISTOGRAMS, MOST_ALARMS = 24, 500
 ALARM_FIELDS = ("step", "alarm", "event", "signal", "cause", "cause_in_words", "message", "fix", "count")
 """Shown in columns of their own; whatever else an alarm holds is shown as JSON."""
