@@ -25,5 +25,5 @@ tests() {
     .venv/bin/python -m pytest -m "$marked" "$@" || status=1
 }
 tests tests/unit --numprocesses auto --maxprocesses 4 --dist loadfile
-tests tests/dist tests/cluster
+tests tests/dist tests/cluster tests/browser
 exit $status

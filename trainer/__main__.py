@@ -16,6 +16,7 @@ from trainer.interrupts import leave
 from trainer.launcher.handover import accept
 from trainer.launcher.speech import WRAPPED, report
 from trainer.quiet import quiet_libraries
+from trainer.report import command as readers
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(argv: list[str]) -> int:
     arguments, rest = _parser().parse_known_args(accept(_without_local_rank(argv)))
     command: Callable[[argparse.Namespace, list[str]], int] = arguments.command
-    if rest and command in (init, keys, hosts):
+    if rest and command in (init, keys, hosts, *readers.COMMANDS):
         raise Refused(f"zero-grpo {command.__name__}: it takes no {' '.join(rest)}.")
     return command(arguments, rest)
 
@@ -282,6 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--gguf-converter", default="", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py, to run")
     sub.epilog = "Any key of the run file can be overridden: --model.name_or_path PATH, where the base model has moved"
     sub.set_defaults(command=export)
+    readers.add_to(commands)
     sub = commands.add_parser("init", help=init.__doc__, description=init.__doc__, allow_abbrev=False)
     sub.add_argument("recipe", metavar="RECIPE", nargs="?", default="first-run")
     sub.set_defaults(command=init)

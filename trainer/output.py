@@ -15,13 +15,25 @@ from trainer.config import dump
 from trainer.evaluate import Evaluation, Score, rise
 from trainer.launcher import say
 from trainer.models.vocabulary import vocabulary_of
-from trainer.record.console import BeforeAfter, before_after_table, preflight_block, progress_line, sample_block
+from trainer.record import kl_histogram
+from trainer.record.console import (
+    BeforeAfter,
+    before_after_table,
+    kl_line,
+    preflight_block,
+    progress_line,
+    sample_block,
+)
 from trainer.record.environment import collect
 from trainer.record.first_steps import FirstSteps
 from trainer.record.rollout_rows import row
 from trainer.record.run_dir import RunDirectory, RunState
+from trainer.record.samples import picked, sample_lines, sample_text
 from trainer.record.trackers import Trackers
 from trainer.state import State
+
+KL_LINE_EVERY = 100
+"""Steps between lines with the spread of the KL, as the user's document prints them."""
 
 
 class Output:
@@ -40,6 +52,8 @@ class Output:
         self.first_steps = FirstSteps(state.steps)
         self.evaluations: list[Evaluation] = []
         self.trackers = Trackers((), self.path, "", {}, 0)
+        self.draws = True
+        """Histograms become pictures, too, until that has failed."""
         self.told = 0
         """How many of the state's notes the user has seen."""
 
@@ -96,12 +110,18 @@ class Output:
         if wanted:
             for part in self.world.gather_objects([row(completion, step) for completion in completions]):
                 rows += part
+        counts = self.state.kl_histogram.take()
+        with_histogram = log.histogram_every and step % log.histogram_every == 0 and "kl" in metrics
+        if with_histogram:
+            counts = [int(count) for count in self.world.all_reduce_sum(counts)]
         if not self.world.is_main:
             return
         self.directory.append_metrics({"step": step, **metrics})
         self.state.notes += self.trackers.log(metrics, step)
         if log.rollouts_every and step % log.rollouts_every == 0:
             self.directory.write_rollouts(step, rows)
+        if with_histogram:
+            self._histogram(kl_histogram.record(step, counts, metrics))
         limit = self.config.rollout.max_new_tokens
         self.state.notes += self.first_steps.notes(metrics, max_new_tokens=limit, ends=self._ends())
         for note in self._untold():
@@ -109,6 +129,8 @@ class Output:
         if step % log.every == 0 or step == self.state.steps:
             left = statistics.median(self.seconds[-20:]) * (self.state.steps - step)
             say(progress_line(metrics, step, self.state.steps, left))
+        if step % KL_LINE_EVERY == 0 and "kl" in metrics:
+            say(kl_line(metrics, step))
         if log.samples_every and step % log.samples_every == 0:
             self._samples(step, rows)
         self._status("running", None, "")
@@ -162,11 +184,24 @@ class Output:
         )
 
     def _samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        scored = [one for one in rows if one["reward"] is not None] or rows
-        by_reward = sorted(scored, key=lambda one: one["reward"] or 0.0)
-        text = sample_block(by_reward[-1], by_reward[0])
-        self.directory.write_samples(step, text + "\n")
-        say(text)
+        samples = picked(rows)
+        tokenizer = self.state.policy.tokenizer
+        lines = sample_lines(samples, lambda ids: str(tokenizer.decode(ids)))
+        self.directory.write_samples(step, sample_text(samples), lines)
+        _, (_, best), (_, worst) = samples
+        say(sample_block(best, worst))
+
+    def _histogram(self, record: dict[str, Any]) -> None:
+        picture = self.directory.write_histogram(record["step"], record)
+        if not self.draws:
+            return
+        try:
+            kl_histogram.draw(record, picture)
+        except Exception as error:  # no training ends for a picture
+            self.draws = False
+            missing = isinstance(error, ImportError)
+            why = "needs matplotlib: pip install 'zero-grpo[plots]'" if missing else f"failed ({error})"
+            self.state.notes.append(f"log.histogram_every: the picture {why}; the JSON beside it is written")
 
     def _ends(self) -> str:
         """What ends a completion, in words."""

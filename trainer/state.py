@@ -11,6 +11,7 @@ from trainer.engine import ZeroEngine
 from trainer.models.policy import Policy
 from trainer.models.reference import Reference
 from trainer.plan.parts import Plan
+from trainer.record.kl_histogram import KLHistogram
 from trainer.record.memory import PeakMemory
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.decoder import Decoder, Group
@@ -65,6 +66,8 @@ class State:
     nonfinite_in_a_row: int = 0
     best: dict[str, Any] | None = None
     """Metric, step and value of the best evaluation so far."""
+    kl_histogram: KLHistogram = field(default_factory=KLHistogram)
+    """Of this rank's tokens in the current step, where ``log.histogram_every`` asks for it."""
     nonfinite_losses: list[str] = field(default_factory=list)
     """Losses of this rank since the last optimizer step that are NaN or infinite, in words."""
     notes: list[str] = field(default_factory=list)

@@ -235,5 +235,7 @@ def measure_policy(state: State, batch: MicroBatch, scores: TokenScores, sums: S
         sums.add("kl", float(kl.sum()), tokens)
         sums.add("kl_square", float(kl.square().sum()), tokens)
         sums.maximum("kl_max", float(kl.max()))
+        if state.config.log.histogram_every:
+            state.kl_histogram.add(kl)
     sampled = torch.tensor([logp for c in batch.completions for logp in c.sampling_logps], device=scores.logps.device)
     sums.add("sampling_logp_gap", float((scores.logps - sampled).abs().double().sum()), tokens)

@@ -98,7 +98,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 150) -> None:
 
 
 def test_two_ranks_show_the_run_alone(folder: Path) -> None:
-    ended = run(folder, *ZERO_GRPO, "--gpus", "2")
+    ended = run(folder, *ZERO_GRPO, "--gpus", "2", "--log.histogram_every", "2")
     assert (ended.code, ended.err) == (0, "")
     lines = [line for line in ended.out.splitlines() if line]
     assert "2 rank(s)" in ended.out and sum(line.startswith("step ") for line in lines) == 2
@@ -107,6 +107,9 @@ def test_two_ranks_show_the_run_alone(folder: Path) -> None:
         assert noise not in ended.out
     assert status(folder)["state"] == "done"
     assert "launch.py" in (folder / "out/launcher.log").read_text()
+    histogram = json.loads((folder / "out/histograms/step-000002.json").read_text())
+    rows = [json.loads(line) for line in (folder / "out/rollouts/step-000002.jsonl").read_text().splitlines()]
+    assert histogram["tokens"] == sum(len(row["completion_ids"]) for row in rows)  # of both ranks
     assert left(folder) == []
 
 

@@ -345,10 +345,16 @@ def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         directory.append_metrics({"step": step, "loss": 0.5})
         (tmp_path / f"rollouts/step-{step:06d}.jsonl").write_text("")
-        (tmp_path / f"samples/step_{step}.txt").write_text("")
+        directory.write_samples(step, "", "")
+        directory.write_histogram(step, {}).write_bytes(b"")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # what a kill leaves
     directory.cut_after(2)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert {path.name for path in (tmp_path / "rollouts").iterdir()} == {"step-000001.jsonl", "step-000002.jsonl"}
-    assert {path.name for path in (tmp_path / "samples").iterdir()} == {"step_1.txt", "step_2.txt"}
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == {
+        f"step_{step}.{kind}" for step in (1, 2) for kind in ("txt", "jsonl")
+    }
+    assert {path.name for path in (tmp_path / "histograms").iterdir()} == {
+        f"step-00000{step}.{kind}" for step in (1, 2) for kind in ("json", "png")
+    }

@@ -238,6 +238,12 @@ CASES = [
         {"grpo__kl__coef": 0},
     ),
     (
+        "reference_is_used",
+        {"grpo__kl__coef": 0, "log__histogram_every": 5},
+        ["log.histogram_every = 5", "grpo.kl.coef = 0"],
+        {"log__histogram_every": 5},
+    ),
+    (
         "reference_adapter",
         {"reference__mode": "adapter", "lora__r": 0},
         ["reference.mode", "lora.r"],
@@ -374,7 +380,6 @@ CASES = [
     ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
     ("not_yet", {"watch__on_alarm": "stop"}, ["watch.on_alarm", 'use "warn"'], {"watch__hang_timeout": 60.0}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
-    ("not_yet", {"log__histogram_every": 50}, ["log.histogram_every = 50", "use 0"], {}),
     (
         "reward_kinds",
         {"reward": [{"name": "a", "kind": "openai", "model": "m"}]},

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "trainer"
 FLOORS = (
     ("errors", "batch", "quiet"),
     ("config", "world", "algorithm", "record", "interrupts", "launcher"),
-    ("rewards", "data", "models", "engine", "balance", "plan"),
+    ("rewards", "data", "models", "engine", "balance", "plan", "report"),
     ("rollout", "checkpoint", "minibatch"),
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),

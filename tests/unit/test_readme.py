@@ -108,7 +108,7 @@ def check_zero_grpo(words: list[str]) -> str:
                 recipes.read(arguments.recipe)
             case "keys":
                 describe(arguments.section)
-            case "hosts":
+            case "hosts" | "report" | "samples":
                 pass
             case "export":
                 load(FIRST_RUN, rest)

@@ -261,14 +261,18 @@ class Eval(Section):
 
 
 class Log(Section):
-    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], Strict(False)] = Field(
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio", "swanlab"], ...], Strict(False)] = Field(
         default=(), description="Trackers that get the metrics beside metrics.jsonl. None: no account is needed."
     )
     every: int = Field(default=1, ge=1, description="Steps between progress lines.")
     samples_every: int = Field(
         default=20, ge=0, description="Steps between sample files, the completions as text. 0: none."
     )
-    histogram_every: int = Field(default=0, ge=0, description="Steps between histograms. 0: none.")
+    histogram_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between histograms of the KL of single tokens, as JSON and, with matplotlib, PNG. 0: none.",
+    )
     rollouts_every: int = Field(
         default=1, ge=0, description="Steps between rollout files, every completion with ids and rewards. 0: none."
     )

@@ -35,7 +35,7 @@ from trainer.preflight.probe import Probes, probe_rewards
 from trainer.preflight.replay import check_replay
 from trainer.preflight.versions import out_of_range, versions
 from trainer.record.run_dir import RunDirectory
-from trainer.record.trackers import check_trackers
+from trainer.record.trackers import unusable
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.hooks import Hook, HookContext, load_hooks
 from trainer.rollout.rope_guard import Lengths, rope_guard
@@ -130,7 +130,7 @@ def _independent(found: Survey, folder: Path, begins: bool) -> None:
         found.dtype, why = decided
         name = str(found.dtype).removeprefix("torch.")
         found.notes.append(f"device {found.device.type}, {found.ranks} rank(s), {name} ({why})")
-    found.ask(lambda: check_trackers(config.log.report_to))
+    found.warnings += unusable(config.log.report_to)
     found.rewards = found.ask(lambda: RewardRuntime(config.reward, folder))
     found.hooks = found.ask(lambda: load_hooks(config.hooks.before_rollout))
     found.ask(lambda: check_attention(config.model))

@@ -38,6 +38,14 @@ def progress_line(metrics: Mapping[str, float], step: int, steps: int, seconds_l
     )
 
 
+def kl_line(metrics: Mapping[str, float], step: int) -> str:
+    """The KL over the step's response tokens, of all ranks, in the words of the user's document."""
+    return (
+        f"Step {step} | KL mean: {metrics['kl']:.4g} | std: {metrics['kl_std']:.4g} | max: {metrics['kl_max']:.4g} "
+        "nats/tok"
+    )
+
+
 def number(metrics: Mapping[str, float], key: str, form: str) -> str:
     width = int(form.split(".")[0])
     return f"{metrics[key]:{form}}" if key in metrics else f"{'-':>{width}}"

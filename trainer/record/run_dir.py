@@ -83,7 +83,8 @@ class RunDirectory:
             self._replace("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         for folder, pattern in (
             ("rollouts", r"step-(\d+)\.jsonl"),
-            ("samples", r"step_(\d+)\.txt"),
+            ("samples", r"step_(\d+)\.(?:txt|jsonl)"),
+            ("histograms", r"step-(\d+)\.(?:json|png)"),
             ("eval", r"step-(\d+)\.json"),
         ):
             (self.path / folder).mkdir(parents=True, exist_ok=True)
@@ -119,8 +120,17 @@ class RunDirectory:
         (self.path / "eval").mkdir(exist_ok=True)
         self._replace(Path("eval") / f"step-{step:06d}.json", json.dumps(record) + "\n")
 
-    def write_samples(self, step: int, text: str) -> None:
+    def write_samples(self, step: int, text: str, lines: str) -> None:
+        """The same completions for people, and as JSONL."""
         self._replace(Path("samples") / f"step_{step}.txt", text)
+        self._replace(Path("samples") / f"step_{step}.jsonl", lines)
+
+    def write_histogram(self, step: int, record: Mapping[str, Any]) -> Path:
+        """histograms/step-000100.json; returns where its picture belongs."""
+        (self.path / "histograms").mkdir(exist_ok=True)
+        name = Path("histograms") / f"step-{step:06d}.json"
+        self._replace(name, json.dumps(record) + "\n")
+        return (self.path / name).with_suffix(".png")
 
     def status(
         self,

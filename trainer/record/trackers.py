@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and trackio, from rank 0. metrics.jsonl has all that they get; they may fail."""
+"""TensorBoard, Weights & Biases, trackio and SwanLab, from rank 0. metrics.jsonl has all they get; they may fail."""
 
 import importlib
 import os
@@ -7,18 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import Refused
-
 PROJECT = "zero-grpo"
 Log = Callable[[dict[str, float], int], None]
 """Gets a step's metrics and its number."""
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Refused where ``log.report_to`` names a package that is missing, or an account that would be asked for."""
-    problems = [problem for name in names for problem in _problems(name)]
-    if problems:
-        raise Refused("\n".join(f"log.report_to: {problem}" for problem in problems))
+def unusable(names: Sequence[str]) -> list[str]:
+    """What the user should read of trackers that are missing, or would ask for an account: the run goes on without."""
+    return [f"log.report_to: {problem}" for name in names for problem in _problems(name)]
 
 
 class Trackers:
@@ -29,6 +25,8 @@ class Trackers:
         self.notes: list[str] = []
         self.logs: dict[str, Log] = {}
         for name in names:
+            if any(_problems(name)):  # preflight has said so
+                continue
             with _Forgiven(name, self):
                 self.logs[name] = OPEN[name](run_dir, run_id, dict(config), step)
 
@@ -62,12 +60,18 @@ class _Forgiven:
 
 
 def _problems(name: str) -> Iterator[str]:
+    goes_on = "The run goes on without it; metrics.jsonl has everything."
     if find_spec(name) is None:
-        yield f"\"{name}\" needs the package {name}, which is not installed. Fix: pip install 'zero-grpo[track]'."
+        yield f'"{name}" needs a package that is not installed. {goes_on} Fix: pip install "zero-grpo[track]".'
     elif name == "wandb" and not _wandb_can_log_in():
         yield (
-            '"wandb" would ask for a key, and there is no one to answer: WANDB_API_KEY is not set and nobody is logged '
-            "in. Fix: `wandb login`, or WANDB_API_KEY, or WANDB_MODE=offline, which keeps the run in run.dir."
+            f'"wandb" would ask for a key: WANDB_API_KEY is not set and nobody is logged in. {goes_on} Fix: `wandb '
+            "login`, or WANDB_API_KEY, or WANDB_MODE=offline, which keeps the run in run.dir."
+        )
+    elif name == "swanlab" and not _swanlab_can_log_in():
+        yield (
+            f'"swanlab" would ask for a key: SWANLAB_API_KEY is not set and nobody is logged in. {goes_on} Fix: '
+            "`swanlab login`, or SWANLAB_API_KEY, or SWANLAB_MODE=offline, which keeps the run in run.dir."
         )
 
 
@@ -77,6 +81,12 @@ def _wandb_can_log_in() -> bool:
     from requests.utils import get_netrc_auth  # where `wandb login` keeps the key
 
     return get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
+
+
+def _swanlab_can_log_in() -> bool:
+    # Of the environment, of its files, and of where `swanlab login` keeps the key.
+    settings = importlib.import_module("swanlab").Settings()
+    return settings.mode != "online" or settings.api_key is not None
 
 
 def _tensorboard(run_dir: Path, run_id: str, config: dict[str, Any], step: int) -> Log:
@@ -104,8 +114,17 @@ def _trackio(run_dir: Path, run_id: str, config: dict[str, Any], step: int) -> L
     return lambda metrics, step: trackio.log(metrics, step=step)
 
 
+def _swanlab(run_dir: Path, run_id: str, config: dict[str, Any], step: int) -> Log:
+    swanlab = importlib.import_module("swanlab")
+    folder = run_dir / "swanlab"
+    folder.mkdir(exist_ok=True)
+    swanlab.init(project=PROJECT, name=run_dir.name, id=run_id, resume="allow", log_dir=str(folder), config=config)
+    return lambda metrics, step: swanlab.log(metrics, step=step)
+
+
 OPEN: dict[str, Callable[[Path, str, dict[str, Any], int], Log]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "trackio": _trackio,
+    "swanlab": _swanlab,
 }

@@ -16,7 +16,6 @@ FIXED = (
     "watch.level",
     "watch.on_alarm",
     "watch.checksum_every",
-    "log.histogram_every",
 )
 REWARD_KINDS = ("python", "builtin")
 

@@ -118,6 +118,7 @@ def reference_is_used(config: RunConfig) -> Iterator[Problem]:
         yield from unused(
             "reference", config.reference, ["mode"], "grpo.kl.coef = 0, so there is no reference model", "grpo.kl.coef"
         )
+        yield from unused("log", config.log, ["histogram_every"], "grpo.kl.coef = 0 measures no KL", "grpo.kl.coef")
 
 
 def reference_adapter(config: RunConfig) -> Iterator[Problem]:

@@ -1,0 +1,132 @@
+"""From a run directory to records, also while the run goes on: what is torn, foreign or missing is passed over."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import Refused
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """What a run has written so far, but for its rollouts, which are read as they are needed."""
+
+    path: Path
+    name: str = ""
+    metrics: list[Row] = field(default_factory=list)
+    """In order of steps, each step once: the last row of a step that was done again."""
+    evaluations: list[Row] = field(default_factory=list)
+    alarms: list[Row] = field(default_factory=list)
+    """Each has a ``step``."""
+    histograms: dict[int, Path] = field(default_factory=dict)
+    """By step."""
+    rollouts: dict[int, Path] = field(default_factory=dict)
+    """By step."""
+    status: Row = field(default_factory=dict)
+    config: str = ""
+    environment: str = ""
+    notes: list[str] = field(default_factory=list)
+    """What was passed over."""
+
+    def column(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric, where it exists and is a finite number."""
+        return [(row["step"], row[key]) for row in self.metrics if is_finite(row.get(key))]
+
+
+def read_run(path: Path) -> Run:
+    """Refused where ``path`` holds no run."""
+    if not path.is_dir() or not any((path / name).exists() for name in ("metrics.jsonl", "config.toml")):
+        raise Refused(
+            f"{path} holds no run: expected a directory with metrics.jsonl, as `zero-grpo train` writes it. Fix: give "
+            "the run.dir of a run."
+        )
+    run = Run(path, path.resolve().name)
+    run.metrics = ordered(read_lines(path / "metrics.jsonl", run.notes))
+    run.alarms = [row for row in read_lines(path / "alarms.jsonl", run.notes) if is_step(row.get("step"))]
+    evaluations = (read_object(file) for file in sorted((path / "eval").glob("step-*.json")))
+    run.evaluations = [one for one in evaluations if is_step(one.get("step"))]
+    run.histograms = by_step(sorted((path / "histograms").glob("step-*.json")))
+    run.rollouts = by_step(sorted((path / "rollouts").glob("step-*.jsonl")))
+    run.status = read_object(path / "run_status.json")
+    run.config = read_text(path / "config.toml")
+    run.environment = read_text(path / "environment.json")
+    return run
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """Names that two runs share get the folder above before them."""
+    runs = [read_run(path) for path in paths]
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = f"{run.path.resolve().parent.name}/{run.name}"
+    return runs
+
+
+def read_lines(path: Path, notes: list[str]) -> list[Row]:
+    """The objects of a JSONL file. A last line that is still being written is passed over; others are counted."""
+    rows, bad = [], 0
+    text = read_text(path)
+    for line in text.split("\n"):
+        row = parsed(line)
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line.strip():
+            bad += 1
+    torn = bad and not text.endswith("\n") and not isinstance(parsed(text.rsplit("\n", 1)[-1]), dict)
+    if torn:
+        notes.append(f"{path.name}: the last line is not complete yet and was passed over")
+    if bad - torn:
+        notes.append(f"{path.name}: {bad - torn} lines are no JSON objects and were passed over")
+    return rows
+
+
+def read_object(path: Path) -> Row:
+    """Empty where there is none that can be read."""
+    found = parsed(read_text(path))
+    return found if isinstance(found, dict) else {}
+
+
+def read_text(path: Path) -> str:
+    """Empty where there is no file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def parsed(text: str) -> Any:
+    """None where the text is no JSON, or nested too deeply."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    by_number = {row["step"]: row for row in rows if is_step(row.get("step"))}
+    return [by_number[step] for step in sorted(by_number)]
+
+
+def by_step(files: Iterable[Path]) -> dict[int, Path]:
+    return dict(sorted(_numbered(files)))
+
+
+def _numbered(files: Iterable[Path]) -> Iterator[tuple[int, Path]]:
+    for file in files:
+        number = file.stem.removeprefix("step-")
+        if number.isascii() and number.isdigit():
+            yield int(number), file
+
+
+def is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
