@@ -377,8 +377,8 @@ CASES = [
         ['rollout.engine = "vllm" is not available in this version; use "shared" or "hf".'],
         {},
     ),
-    ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
-    ("not_yet", {"watch__on_alarm": "stop"}, ["watch.on_alarm", 'use "warn"'], {"watch__hang_timeout": 60.0}),
+    ("not_yet", {"watch__on_alarm": "rollback"}, ["watch.on_alarm", 'use "stop"'], {"watch__on_alarm": "stop"}),
+    ("not_yet", {"watch__on_garble": "rollback"}, ["watch.on_garble", 'use "stop"'], {"watch__level": "seed"}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
     (
         "reward_kinds",
