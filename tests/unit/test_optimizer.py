@@ -115,7 +115,7 @@ def trained(folder: Path, world: World, settings: dict[str, Any], steps: int) ->
     return state, {name: weight - before[name] for name, weight in weights(state).items()}
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
 def test_adamw8bit_moves_weights_as_adamw_does(folder: Path, world: World, stage: str) -> None:
     (_, expected), (state, found) = (
         trained(folder, world, {"optim.name": name, "engine.deepspeed": stage}, 2) for name in ("adamw", "adamw8bit")
