@@ -14,7 +14,6 @@ from trainer.collect import sample, score
 from trainer.config import RunConfig
 from trainer.engine import ZeroEngine
 from trainer.errors import OutOfMemory
-from trainer.preflight.batch import token_budget
 from trainer.preflight.prepare import load_models, start_engine
 from trainer.record.run_dir import read_status
 from trainer.state import State
@@ -125,7 +124,7 @@ def _smaller_pass(phase: str, state: State) -> str:
     if config.engine.micro_batch > 1:
         return f"engine.micro_batch = {config.engine.micro_batch // 2}: smaller passes, the same update."
     longest = max(len(prompt.ids) for prompt in state.prompts) + config.rollout.max_new_tokens
-    budget = token_budget(config, world.device)
+    budget = state.token_budget
     if not config.engine.micro_batch and budget > longest:
         return f"engine.token_budget = {max(longest, budget // 2)}: smaller passes, the same update."
     return _smaller_state(config, world)
