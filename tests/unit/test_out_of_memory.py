@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.tiny_run import RUN_FILE, run_config, write_run
 from trainer.__main__ import main
@@ -70,17 +71,17 @@ PHASES: dict[str, tuple[str, ...]] = {
 """Where it is raised, and words of the message. A step of the optimizer may have moved a part of the weights."""
 
 
-def from_the_second_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out in ``name`` at its second step."""
+def from_the_second_call(name: str, monkeypatch: pytest.MonkeyPatch, *, calls: int = 1) -> None:
+    """Memory runs out in ``name`` after so many calls, its first step's or more."""
     path, _, attribute = name.rpartition(".")
     owner: Any = __import__(path.split(".")[0])
     for part in path.split(".")[1:]:
         owner = getattr(owner, part)
-    real, calls = getattr(owner, attribute), []
+    real, made = getattr(owner, attribute), []
 
     def fake(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        return real(*arguments, **keywords) if len(calls) == 1 else run_out()
+        made.append(1)
+        return real(*arguments, **keywords) if len(made) <= calls else run_out()
 
     monkeypatch.setattr(owner, attribute, fake)
 
@@ -157,3 +158,17 @@ def test_what_a_step_holds_is_let_go(world: World) -> None:
 def test_the_change_for_a_state_that_does_not_fit(settings: dict[str, Any], ranks: int, fix: str, world: World) -> None:
     error = ran_out(MemoryError(), "1 GiB", run_config(Path("."), settings), replace(world, size=ranks), None)
     assert f"Fix: {fix}" in str(error)
+
+
+def test_a_run_that_goes_on_after_it_is_the_run_without_it(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In the middle of a backward pass, what is saved is the state between two steps."""
+    train = ["train", "run.toml", "--checkpoint.every", "0", "--engine.micro_batch", "4"]
+    assert main([*train, "--run.dir", "whole"]) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        from_the_second_call(BACKWARD, patched, calls=6)
+        assert main(train) == 3
+    assert "saved out/checkpoints/step-000001; go on with --resume auto" in capfd.readouterr().out
+    (folder / "out/.lock").unlink()  # which goes with the process, elsewhere
+    assert main([*train, "--resume", "auto"]) == 0
+    whole, resumed = (load_file(folder / name / "adapter/adapter_model.safetensors") for name in ("whole", "out"))
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)

@@ -224,5 +224,6 @@ def _told(found: "Survey") -> Iterable[tuple[str, str]]:
         kept = f"checkpoint.keep = {disk.keep} and the one being written {all_kept}"
         yield "disk", f"a checkpoint takes {one}; {kept}, of {free} that are free in {disk.path}"
     if found.hosts:
-        yield "hosts", ", ".join(f"{host} ({slots} ranks)" for host, slots in found.hosts.items())
+        listed = ", ".join(f"{host} ({slots} ranks)" for host, slots in found.hosts.items())
+        yield "hosts", f"{listed}; `zero-grpo hosts HOSTFILE --probe` asks them"
     yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)
