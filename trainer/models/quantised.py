@@ -93,7 +93,7 @@ def pack(causal: PreTrainedModel, quant: Quant, dtype: torch.dtype) -> None:
 def settle(causal: PreTrainedModel, dtype: torch.dtype) -> None:
     """One compute dtype, one storage, and weights that stay as they are. Called once, before any forward pass."""
     for layer in layers(causal).values():
-        # With it, bitsandbytes' own forward pass re-packs the weights in place on CPUs with AVX512-BF16, in eval mode and
+        # With it, bitsandbytes' own forward pass re-packs the weights in place, on CPUs with AVX512-BF16 in eval mode
         # without gradients, their scales rounded to 8 bits. Training would go on with other weights, or fail.
         layer.support_avx512bf16_for_cpu = False
         vars(layer)["forward"] = MethodType(_Product.apply_to, layer)
