@@ -15,7 +15,14 @@ from trainer.config import dump
 from trainer.evaluate import Evaluation, Score, rise
 from trainer.launcher import say
 from trainer.models.vocabulary import vocabulary_of
-from trainer.record.console import BeforeAfter, before_after_table, preflight_block, progress_line, sample_block
+from trainer.record.console import (
+    BeforeAfter,
+    before_after_table,
+    preflight_block,
+    progress_line,
+    sample_block,
+    with_error,
+)
 from trainer.record.environment import collect
 from trainer.record.first_steps import FirstSteps
 from trainer.record.rollout_rows import row
@@ -124,11 +131,14 @@ class Output:
         if self.world.is_main:
             self.directory.write_evaluation(result.step, result.record())
             means = {"eval/reward_sampled": result.sampled.mean, "eval/reward_greedy": result.greedy.mean}
+            means |= {f"eval/pass_at_{k}": score.mean for k, score in result.total.pass_at.items()}
             self.state.notes += self.trackers.log(means, result.step)
+            k, passed = max(result.total.pass_at.items())
             say(
-                f"held-out, step {result.step}: reward {result.sampled.mean:.3f} ± {result.sampled.stderr:.3f} "
-                "sampled, "
-                f"{result.greedy.mean:.3f} ± {result.greedy.stderr:.3f} greedy"
+                f"held-out, step {result.step}: reward "
+                f"{with_error(result.sampled.mean, result.sampled.stderr)} sampled, "
+                f"{with_error(result.greedy.mean, result.greedy.stderr)} greedy"
+                + (f"; pass@{k} {with_error(passed.mean, passed.stderr)}" if k > 1 else "")
             )
 
     def exported(self, target: Path) -> None:

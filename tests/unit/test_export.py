@@ -21,7 +21,7 @@ from trainer.checkpoint import weights
 from trainer.checkpoint.card import Records, card
 from trainer.checkpoint.export import export
 from trainer.errors import Refused, Stopped
-from trainer.evaluate import Evaluation, clustered
+from trainer.evaluate import Evaluation, measured
 from trainer.models.files import write_config, write_generation_config
 from trainer.models.reload import Verified
 from trainer.models.rope import RopeRequest, apply
@@ -367,8 +367,8 @@ def test_the_card_has_the_facts_of_the_run(folder: Path) -> None:
 
 def test_an_evaluation_without_numbers_is_told_in_words(folder: Path) -> None:
     """A single held-out prompt has no standard error, and rewards may score none."""
-    sampled, greedy = clustered([[0.5]]), clustered([[None]])
-    records = Records(3, {"step": 3}, [Evaluation(0, sampled, greedy).record()])
+    total = measured([[0.5]], [[None]], generations=1, correct_at=1.0)
+    records = Records(3, {"step": 3}, [Evaluation(0, 1.0, total, {}).record()])
     text = card("adapter", "adapter", run_config(folder), records, Verified(28, 1e-7, 1e-5))
     assert "held-out reward at step 0: 0.5 sampled, none scored greedy" in text
 

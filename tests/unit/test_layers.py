@@ -12,11 +12,11 @@ FLOORS = (
     ("errors", "batch", "quiet"),
     ("config", "world", "algorithm", "record", "interrupts", "launcher"),
     ("rewards", "data", "models", "engine", "balance"),
-    ("rollout", "checkpoint", "minibatch"),
+    ("rollout", "checkpoint", "minibatch", "data_tools"),
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),
     ("preflight", "train"),
-    ("run",),
+    ("run", "eval_run"),
     ("__main__",),
 )
 """A folder or file of trainer/ imports from lower floors and from itself. README.md shows the same numbers."""

@@ -47,6 +47,20 @@ def load_line(folder: str, model: Model, what: str) -> str:
     return f'PeftModel.from_pretrained({_base(folder, model)}, "{folder}")'
 
 
+def lm_eval_line(folder: str, model: Model, what: str) -> str:
+    """The command that measures the result on a public benchmark; "" where lm-eval cannot load it: a base whose RoPE
+    this run scaled."""
+    if what == "model":
+        arguments = f"pretrained={folder}"
+    elif model.rope.type:
+        return ""
+    else:
+        base = f"{folder}/base" if model.gguf_file else model.name_or_path
+        revision = f",revision={model.revision}" if model.revision else ""
+        arguments = f"pretrained={base}{revision},peft={folder},tokenizer={folder}"
+    return f"lm_eval --model hf --model_args {arguments} --tasks gsm8k --apply_chat_template"
+
+
 def _base(folder: str, model: Model) -> str:
     if model.gguf_file:
         return f'AutoModelForCausalLM.from_pretrained("{folder}/base")'

@@ -1,44 +1,23 @@
 """``zero-grpo export``: a checkpoint, or a finished run, as an adapter or a model that other tools load."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from trainer.checkpoint import manifest
-from trainer.checkpoint.card import load_line, read_records
+from trainer.checkpoint.card import lm_eval_line, load_line, read_records
 from trainer.checkpoint.deliver import deliver
 from trainer.checkpoint.gguf import convert
 from trainer.checkpoint.ollama import write_modelfile
-from trainer.checkpoint.store import STEP, Store
+from trainer.checkpoint.trained import Source, find, load_source, stored_dtype
 from trainer.checkpoint.weights import kind
 from trainer.config import RunConfig, load
-from trainer.errors import NoCheckpoint, Refused, Stopped
+from trainer.errors import Refused, Stopped
 from trainer.launcher import say
-from trainer.models.fingerprint import fingerprint
 from trainer.models.merge import merge
-from trainer.models.policy import REFERENCE_ADAPTER, Policy, load_config, load_policy, load_tokenizer
-from trainer.record.run_dir import RunDirectory, check_can_write
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
-"""safetensors' names of the dtypes that a run computes in."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """What is exported."""
-
-    weights: Path
-    """An adapter/ or a model/."""
-    run_dir: Path
-    config_file: Path
-    step: int | None
-    """None: the end of the run."""
-    base: str | None
-    """Fingerprint of the base weights that the run began from, where it is known."""
+from trainer.models.policy import Policy
+from trainer.record.run_dir import check_can_write
 
 
 @dataclass(frozen=True)
@@ -59,11 +38,11 @@ def export_checkpoint(asked: Path, out: Path, overrides: Sequence[str] = (), opt
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"export: {out} exists and is not an empty folder; nothing is overwritten. Fix: another OUT.")
     check_can_write(out, "OUT of export")
-    source = find(asked)
+    source = find(asked, "export")
     config = load(str(source.config_file), overrides)
     _check_options(source, options)
     say(f"exporting {source.weights} ...")
-    policy = _load(source, config)
+    policy = load_source(source, config, stored_dtype(source.weights))
     if options.merge:
         policy, gap = merge(policy)
         say(f"merged in fp32: logits within {gap:.2g} of the largest; written as {_name(policy.dtype)}")
@@ -76,12 +55,14 @@ def export_checkpoint(asked: Path, out: Path, overrides: Sequence[str] = (), opt
         f"the largest (allowed: {verified.allowed:g})"
     )
     say(f"load it: {load_line(str(out), config.model, kind(policy))}")
+    if benchmark := lm_eval_line(str(out), config.model, kind(policy)):
+        say(f"public benchmarks, with EleutherAI's lm-eval: {benchmark}")
     if options.ollama or options.gguf_converter:
         _for_ollama(policy, out, config, options.gguf_converter)
 
 
 def _check_options(source: Source, options: Options) -> None:
-    whole = source.weights.name == "model"
+    whole = not source.is_adapter
     if options.merge and whole:
         raise Refused(
             f"export --merge: {source.weights} is a whole model, with no adapter to merge. Leave --merge out."
@@ -106,71 +87,6 @@ def _for_ollama(policy: Policy, out: Path, config: RunConfig, converter: str) ->
     say("next:" if converter else "next, with llama.cpp's scripts:")
     for command in commands:
         say(f"  {command}")
-
-
-def find(asked: Path) -> Source:
-    """A checkpoint is taken as it is. Of a run directory, its newest valid checkpoint, whose files have hashes; where a
-    finished run kept none of its end, what it ended with."""
-    if (asked / manifest.NAME).is_file() or STEP.fullmatch(asked.name):
-        return _checkpoint(asked)
-    if not (asked / "config.toml").is_file():
-        beside = f" Did you mean {asked.parent}?" if (asked.parent / "config.toml").is_file() else ""
-        raise NoCheckpoint(
-            f"export: {asked} is neither a checkpoint (no {manifest.NAME}) nor a run directory (no config.toml)."
-            f"{beside}"
-        )
-    done, result = _done_at(asked), RunDirectory(asked).result()
-    found = Store(asked).newest()
-    if found and done in (None, found.manifest.step):
-        for reason in found.skipped:
-            say(f"passed over: {reason}")
-        return _checkpoint(found.path)
-    if done is None or result is None:
-        raise NoCheckpoint(f"export: {asked} has no finished adapter or model, and no checkpoint.")
-    return Source(result, asked, asked / "config.toml", None, None)
-
-
-def _checkpoint(folder: Path) -> Source:
-    content = manifest.verify(folder)
-    weights = folder / ("adapter" if (folder / "adapter").is_dir() else "model")
-    base = content.facts.sources["model.name_or_path"]
-    return Source(weights, folder.resolve().parent.parent, folder / "config.toml", content.step, base)
-
-
-def _done_at(run_dir: Path) -> int | None:
-    """The step at which the run was done; None: it is not."""
-    file = run_dir / "run_status.json"
-    if not file.is_file():
-        return None
-    status = json.loads(file.read_text(encoding="utf-8"))
-    return int(status["step"]) if status["state"] == "done" else None
-
-
-def _load(source: Source, config: RunConfig) -> Policy:
-    """The policy as it was trained, in the dtype that it was trained in."""
-    tokenizer = load_tokenizer(config.model)
-    dtype = _dtype(source.weights)
-    if source.weights.name == "model":
-        here = {"name_or_path": str(source.weights), "revision": "", "gguf_file": ""}
-        model = config.model.model_copy(update=here)
-        return load_policy(model, load_config(model)[0], config.lora.model_copy(update={"r": 0}), tokenizer, dtype)
-    lora = config.lora.model_copy(update={"start_adapter": str(source.weights)})
-    policy = load_policy(config.model, load_config(config.model)[0], lora, tokenizer, dtype)
-    assert policy.peft is not None
-    policy.peft.delete_adapter(REFERENCE_ADAPTER)
-    if source.base and not config.lora.start_adapter and fingerprint(policy.causal) != source.base:
-        raise Refused(
-            f"model.name_or_path = {config.model.name_or_path}: its weights are not those that the run began from, so "
-            "that the adapter does not belong to them. Fix: bring the base model back as it was, or name it: "
-            "--model.name_or_path PATH."
-        )
-    return policy
-
-
-def _dtype(weights: Path) -> torch.dtype:
-    with safe_open(min(weights.glob("*.safetensors")), "pt") as file:
-        name = file.get_slice(next(iter(file.keys()))).get_dtype()
-    return DTYPES[name]
 
 
 def _name(dtype: torch.dtype) -> str:
