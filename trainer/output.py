@@ -153,6 +153,12 @@ class Output:
             table = [_line(sampled, before.sampled, after.sampled), _line("greedy", before.greedy, after.greedy)]
             say("\n" + before_after_table(table, len(self.state.eval_prompts)))
         say(f"\n{target.name}: {target}\nload it: {load_line(str(target), self.config.model, target.name)}")
+        if (best := self.state.best) and best["step"] != self.state.step:
+            kept = self.path / "checkpoints" / f"step-{best['step']:06d}"
+            say(
+                f"that is the last step; the best held-out reward, {best['metric']} {best['value']:.3f}, was after "
+                f"step {best['step']}: zero-grpo export {kept} {self.path / 'best'}"
+            )
 
     def end(self, state: RunState, exit_code: int, reason: str) -> None:
         """The last word in run_status.json."""

@@ -58,7 +58,7 @@ def lm_eval_line(folder: str, model: Model, what: str) -> str:
         base = f"{folder}/base" if model.gguf_file else model.name_or_path
         revision = f",revision={model.revision}" if model.revision else ""
         arguments = f"pretrained={base}{revision},peft={folder},tokenizer={folder}"
-    return f"lm_eval --model hf --model_args {arguments} --tasks gsm8k --apply_chat_template"
+    return f"lm_eval --model hf --model_args {arguments} --tasks gsm8k"
 
 
 def _base(folder: str, model: Model) -> str:

@@ -19,11 +19,12 @@ from trainer.data.sources import Source
 from trainer.data.stops import declared_eos
 from trainer.data.table import RowProblem, Table, listed, shown
 from trainer.data_tools.forms import NAMES, form_of
-from trainer.data_tools.survey import Survey, second_reading, survey
+from trainer.data_tools.survey import FLAGS, Survey, second_reading, survey
 from trainer.errors import Refused
 from trainer.launcher import say
 from trainer.models.policy import load_config, load_generation_config, load_tokenizer
 from trainer.models.rope import window
+from trainer.record.console import printable
 
 ROWS_NAMED = 10
 BAR = 40
@@ -57,11 +58,13 @@ def check_data(source: Source, data: Data, tokenizer_path: str) -> None:
     findings = Findings()
     for block in second_reading(source, found):
         _look_at(block, columns, found.mostly_strings(columns.prompt), renderer, findings)
-    say("\n".join(_report(found, columns, findings, renderer)))
-    if renderer is not None and findings.tokens:
-        say("\n".join(_histogram(findings, data.max_prompt_tokens, context)))
+    lines = _report(found, columns, findings, renderer)
+    if findings.tokens:
+        lines += _histogram(findings, data.max_prompt_tokens, context)
+    say(printable("\n".join(lines)))
     if findings.problems:
         raise Refused(_refusal(source, found, findings))
+    say("every row can be used")
 
 
 def _columns(found: Survey, data: Data, source: Source) -> Columns:
@@ -70,7 +73,7 @@ def _columns(found: Survey, data: Data, source: Source) -> Columns:
         raise Refused(f"{source.setting}: not one row can be read.\n  {found.first}")
     form = form_of(found.columns)
     try:
-        return map_columns(found.table, data.prompt_column, data.answer_column)
+        return map_columns(found.table, data.prompt_column, data.answer_column, FLAGS)
     except Refused as refusal:
         if form not in ("sharegpt", "openclaw"):
             raise

@@ -19,9 +19,10 @@ from trainer.data.shapes import ANSWER_NAMES, PROMPT_NAMES, Columns, map_columns
 from trainer.data.sources import Source
 from trainer.data.table import RowProblem, Table, listed
 from trainer.data_tools.forms import CONVERSATIONS, NAMES, as_messages
-from trainer.data_tools.survey import Survey, second_reading, survey
+from trainer.data_tools.survey import FLAGS, Survey, second_reading, survey
 from trainer.errors import Refused
 from trainer.launcher import say
+from trainer.record.console import printable
 
 Target = Literal["prompt", "seed", "slime", "openai", "sharegpt"]
 Row = dict[str, Any]
@@ -88,7 +89,7 @@ def convert_data(source: Source, out: Path, wanted: Wanted) -> None:
                     file.unlink(missing_ok=True)
     except OSError as error:
         raise Refused(f"{out}: cannot be written: {error.strerror or error}.") from error
-    say("\n".join(_report(found, columns, files, counts, evaluated, rejected, needed)))
+    say(printable("\n".join(_report(found, columns, files, counts, evaluated, rejected, needed))))
 
 
 def _check_places(source: Source, files: Sequence[Path], wanted: Wanted) -> None:
@@ -110,7 +111,7 @@ def _columns(found: Survey, source: Source, wanted: Wanted) -> Columns:
     if not found.columns:
         reason = found.first or "it holds no query."
         raise Refused(f"{source.setting}: not one row can be read.\n  {reason}")
-    return map_columns(found.table, wanted.prompt_column, wanted.answer_column)
+    return map_columns(found.table, wanted.prompt_column, wanted.answer_column, FLAGS)
 
 
 def _check_names(found: Survey, columns: Columns, target: Target) -> dict[str, str] | None:

@@ -12,6 +12,8 @@ from trainer.data.sources import Source, read_blocks
 from trainer.data.table import RowProblem, Table
 from trainer.data_tools.forms import Form, form_of, plain
 
+FLAGS = ("--prompt-column", "--answer-column")
+
 
 @dataclass
 class Survey:
