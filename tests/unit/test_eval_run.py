@@ -97,8 +97,9 @@ def test_the_base_is_step_0_and_a_difference_is_paired(folder: Path, evaluated: 
     before, after = (Evaluation.of(own(folder, "lora", number)) for number in (0, 2))
     mean, _ = found["difference"]["reward"]["sampled"]
     assert mean == pytest.approx(after.sampled.mean - before.sampled.mean) and mean != 0
-    again, _ = evaluated("lora", "--json")
-    assert again == 0
+    _, out = evaluated("lora", "--checkpoint", "base", "--against", str(folder / "lora"))
+    (row,) = [line for line in out.splitlines() if line.startswith("│ reward, sampled")]
+    assert f"{-mean:+.3f} ±" in row
 
 
 def test_what_the_terminal_shows(folder: Path, evaluated: Any) -> None:
