@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainer.data_tools.command import add_commands as add_data
 from trainer.errors import Lost, OutOfMemory, Refused, RunEnd
+from trainer.eval_run.command import add_commands as add_eval
 from trainer.interrupts import leave
 from trainer.launcher.handover import accept
 from trainer.launcher.speech import WRAPPED, report
@@ -271,10 +273,16 @@ def _parser() -> argparse.ArgumentParser:
                 help="a setting that the resumed run may change; once for each",
             )
     _add_plan(commands)
+    add_data(commands)
+    add_eval(commands)
     sub = commands.add_parser("hosts", help=hosts.__doc__, description=hosts.__doc__, allow_abbrev=False)
     sub.add_argument("hostfile", metavar="HOSTFILE")
     sub.add_argument("--probe", action="store_true", help="ask every host over ssh, and compare what they have")
     sub.set_defaults(command=hosts)
+    for one, word, default in ((init, "RECIPE", "first-run"), (keys, "SECTION", "")):
+        sub = commands.add_parser(one.__name__, help=one.__doc__, description=one.__doc__, allow_abbrev=False)
+        sub.add_argument(word.lower(), metavar=word, nargs="?", default=default)
+        sub.set_defaults(command=one)
     sub = commands.add_parser("export", help=export.__doc__, description=export.__doc__, allow_abbrev=False)
     sub.add_argument("source", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step-000010, or RUN_DIR")
     sub.add_argument("out", metavar="OUT", help="a folder that does not exist yet, or is empty")
@@ -284,12 +292,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.epilog = "Any key of the run file can be overridden: --model.name_or_path PATH, where the base model has moved"
     sub.set_defaults(command=export)
     readers.add_to(commands)
-    sub = commands.add_parser("init", help=init.__doc__, description=init.__doc__, allow_abbrev=False)
-    sub.add_argument("recipe", metavar="RECIPE", nargs="?", default="first-run")
-    sub.set_defaults(command=init)
-    sub = commands.add_parser("keys", help=keys.__doc__, description=keys.__doc__, allow_abbrev=False)
-    sub.add_argument("section", metavar="SECTION", nargs="?", default="")
-    sub.set_defaults(command=keys)
     return parser
 
 

@@ -24,6 +24,7 @@ from trainer.record.console import (
     printable,
     progress_line,
     sample_block,
+    with_error,
 )
 from trainer.record.environment import collect
 from trainer.record.first_steps import FirstSteps
@@ -167,11 +168,14 @@ class Output:
         if self.world.is_main:
             self.directory.write_evaluation(result.step, result.record())
             means = {"eval/reward_sampled": result.sampled.mean, "eval/reward_greedy": result.greedy.mean}
+            means |= {f"eval/pass_at_{k}": score.mean for k, score in result.total.pass_at.items()}
             self.state.notes += self.trackers.log(means, result.step)
+            k, passed = max(result.total.pass_at.items())
             say(
-                f"held-out, step {result.step}: reward {result.sampled.mean:.3f} ± {result.sampled.stderr:.3f} "
-                "sampled, "
-                f"{result.greedy.mean:.3f} ± {result.greedy.stderr:.3f} greedy"
+                f"held-out, step {result.step}: reward "
+                f"{with_error(result.sampled.mean, result.sampled.stderr)} sampled, "
+                f"{with_error(result.greedy.mean, result.greedy.stderr)} greedy"
+                + (f"; pass@{k} {with_error(passed.mean, passed.stderr)}" if k > 1 else "")
             )
 
     def exported(self, target: Path) -> None:
@@ -187,6 +191,12 @@ class Output:
             say("\n" + before_after_table(table, len(self.state.eval_prompts)))
         line = load_line(str(target), self.config, target.name, self.state.policy.dtype)
         say(f"\n{target.name}: {target}\nload it: {line}")
+        if (best := self.state.best) and best["step"] != self.state.step:
+            kept = self.path / "checkpoints" / f"step-{best['step']:06d}"
+            say(
+                f"that is the last step; the best held-out reward, {best['metric']} {best['value']:.3f}, was after "
+                f"step {best['step']}: zero-grpo export {kept} {self.path / 'best'}"
+            )
 
     def end(self, state: RunState, exit_code: int, reason: str) -> None:
         """The last word in run_status.json."""

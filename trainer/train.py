@@ -1,22 +1,24 @@
 """The loop and ``grpo_step``: the algorithm on one screen (DeepSeekMath, arXiv 2402.03300, Algorithm 1)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
 from trainer import interrupts
-from trainer.batch import Completion
+from trainer.batch import Completion, Prompt
 from trainer.checkpoint.export import export
 from trainer.checkpoint.save import Checkpoints
 from trainer.collect import sample, score, set_advantages, share, trained
+from trainer.config import RunConfig
 from trainer.data.order import prompts_for_step
 from trainer.errors import RunEnd, Stopped
 from trainer.evaluate import Evaluation, answer_and_score, gathered
 from trainer.measure import Stopwatch, measure_rollout, step_metrics
 from trainer.output import Output
 from trainer.record.metrics import Sums
-from trainer.rollout.decoder import Group
+from trainer.rewards.runtime import RewardRuntime
+from trainer.rollout.decoder import Decoder, Group
 from trainer.rollout.hooks import run_hooks
 from trainer.state import State
 from trainer.update import (
@@ -180,19 +182,34 @@ def evaluate_now(state: State, output: Output) -> None:
     """Mean reward on the held-out prompts."""
     output.evaluating()
     with state.engine.gathered():
-        sampled, greedy = together(
-            state.world,
-            lambda: answer_and_score(
-                state.decoder,
-                lambda completions: state.notes.extend(state.rewards.score(completions, state.step).messages),
-                state.eval_prompts,
-                generations=state.config.eval.num_generations,
-                world=state.world,
-            ),
+        output.evaluation(
+            held_out(
+                state.config, state.world, state.decoder, state.rewards, state.eval_prompts, state.step, state.notes
+            )
         )
-    prompts = len(state.eval_prompts)
-    output.evaluation(
-        Evaluation(state.step, gathered(sampled, prompts, state.world), gathered(greedy, prompts, state.world))
+
+
+def held_out(
+    config: RunConfig,
+    world: World,
+    decoder: Decoder,
+    rewards: RewardRuntime,
+    prompts: Sequence[Prompt],
+    step: int,
+    notes: list[str],
+) -> Evaluation:
+    """The evaluation of the weights that ``decoder`` reads. ``step``: what reward functions are told. A collective."""
+    generations = config.eval.num_generations
+
+    def score(completions: list[Completion]) -> None:
+        notes.extend(rewards.score(completions, step).messages)
+
+    completions = together(
+        world, lambda: answer_and_score(decoder, score, prompts, generations=generations, world=world)
+    )
+    correct_at = config.eval.correct_at
+    return gathered(
+        step, completions, prompts=len(prompts), generations=generations, correct_at=correct_at, world=world
     )
 
 

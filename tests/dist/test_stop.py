@@ -81,12 +81,14 @@ def test_a_guard_saves_and_the_corrected_run_goes_on(folder: Path) -> None:
 def test_the_best_checkpoint_outlives_pruning(folder: Path) -> None:
     evaluation = ("--eval.every", "1", "--data.eval_fraction", "0.25", "--eval.best_metric", "sampled")
     command = (*ZERO_GRPO, *evaluation, "--checkpoint.every", "1", "--checkpoint.keep", "1", "--optim.lr", "5e-3")
-    assert run(folder, *command, "--run.steps", "5").code == 0
+    ended = run(folder, *command, "--run.steps", "5")
+    assert ended.code == 0
     means = [
         json.loads((folder / f"out/eval/step-{step:06d}.json").read_text())["sampled"]["mean"] for step in range(6)
     ]
     best = means.index(max(means))
     assert best < 4, "pruning would have kept it anyway: choose another learning rate"
     checkpoints = folder / "out/checkpoints"
+    assert f"zero-grpo export out/checkpoints/step-{best:06d} out/best" in ended.out
     assert (checkpoints / "best").read_text() == f"step-{best:06d}\n"
     assert {path.name for path in checkpoints.glob("step-*")} == {f"step-{best:06d}", "step-000005"}

@@ -18,10 +18,10 @@ from tests.tiny import CHATML, tiny_qwen2, tiny_tokenizer
 from tests.tiny_gguf import write_gguf
 from tests.tiny_run import run_config, start, step, write_run
 from trainer.checkpoint import weights
-from trainer.checkpoint.card import Records, card
+from trainer.checkpoint.card import Records, card, lm_eval_line
 from trainer.checkpoint.export import export
 from trainer.errors import Refused, Stopped
-from trainer.evaluate import Evaluation, clustered
+from trainer.evaluate import Evaluation, measured
 from trainer.models.files import write_config, write_generation_config
 from trainer.models.reload import Verified
 from trainer.models.rope import RopeRequest, apply
@@ -367,8 +367,8 @@ def test_the_card_has_the_facts_of_the_run(folder: Path) -> None:
 
 def test_an_evaluation_without_numbers_is_told_in_words(folder: Path) -> None:
     """A single held-out prompt has no standard error, and rewards may score none."""
-    sampled, greedy = clustered([[0.5]]), clustered([[None]])
-    records = Records(3, {"step": 3}, [Evaluation(0, sampled, greedy).record()])
+    total = measured([[0.5]], [[None]], generations=1, correct_at=1.0)
+    records = Records(3, {"step": 3}, [Evaluation(0, 1.0, total, {}).record()])
     text = card("adapter", "adapter", run_config(folder), records, Verified(28, 1e-7, 1e-5, torch.float32))
     assert "held-out reward at step 0: 0.5 sampled, none scored greedy" in text
 
@@ -376,3 +376,19 @@ def test_an_evaluation_without_numbers_is_told_in_words(folder: Path) -> None:
 def test_a_base_in_a_folder_is_no_name_on_the_hub(folder: Path) -> None:
     text, read = cards(folder, {})
     assert "base_model" not in read.data.to_dict() and str(folder / "model") in text
+
+
+def test_the_benchmark_command_loads_what_was_exported(folder: Path) -> None:
+    named = {"model.name_or_path": "Qwen/Qwen2.5-1.5B", "model.revision": "8faed76"}
+    lines = [
+        lm_eval_line("out", run_config(folder, settings).model, what)
+        for settings, what in ((named, "model"), (named, "adapter"), ({"model.gguf_file": "a.gguf"}, "adapter"))
+    ]
+    assert [line.split()[4] for line in lines] == [
+        "pretrained=out",
+        "pretrained=Qwen/Qwen2.5-1.5B,revision=8faed76,peft=out,tokenizer=out",
+        "pretrained=out/base,peft=out,tokenizer=out",
+    ]
+    # lm-eval takes no configuration for the base, and unscaled it would be another model.
+    scaled = run_config(folder, {"model.rope.type": "yarn", "model.rope.factor": 4.0}).model
+    assert lm_eval_line("out", scaled, "adapter") == "" and lm_eval_line("out", scaled, "model")

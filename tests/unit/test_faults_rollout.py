@@ -115,14 +115,14 @@ def test_b20_rows_that_attend_to_nothing_stay_finite(attention: str, dtype: torc
     seen: list[torch.Tensor] = []
     hook = model.model.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
     groups = [Group(0, prompt(0, 1)), Group(1, prompt(1, 30))]
-    rows = decoder(model).generate(groups, step=0, generations=1, greedy=True)
+    rows = decoder(model).generate(groups, step=0, generations=0, greedy=1)
     hook.remove()
     assert seen[0].shape[:2] == (2, 30), "the padded positions have to be among those looked at"
     assert all(torch.isfinite(hidden).all() for hidden in seen)
     if dtype == torch.float32:
         model.set_attn_implementation("eager")
         for group, row in zip(groups, rows, strict=True):
-            assert decoder(model).generate([group], step=0, generations=1, greedy=True)[0].ids == row.ids
+            assert decoder(model).generate([group], step=0, generations=0, greedy=1)[0].ids == row.ids
 
 
 # Ends
@@ -251,13 +251,13 @@ def test_b29_decoding_is_the_same_in_every_mode_and_leaves_the_mode_alone(
     state = start(folder, world, {"engine.gradient_checkpointing": checkpointing, "rollout.engine": engine})
     causal, groups = state.policy.causal, [Group(0, state.prompts[1]), Group(1, state.prompts[2])]
     assert causal.is_gradient_checkpointing == (checkpointing == "on")
-    plain = decoder(lively(tiny_qwen2())).generate(groups, step=0, generations=1, greedy=True)
+    plain = decoder(lively(tiny_qwen2())).generate(groups, step=0, generations=0, greedy=1)
     passes = []
     mlp = causal.get_decoder().layers[0].mlp
     hook = mlp.register_forward_hook(lambda module, inputs, output: passes.append(output[..., 0].numel()))
     for training in (True, False):
         causal.train(training)
-        rows = state.decoder.generate(groups, step=0, generations=1, greedy=True)
+        rows = state.decoder.generate(groups, step=0, generations=0, greedy=1)
         assert [row.ids for row in rows] == [row.ids[:8] for row in plain]
         assert causal.training == training and causal.is_gradient_checkpointing == (checkpointing == "on")
     hook.remove()

@@ -12,11 +12,11 @@ FLOORS = (
     ("errors", "batch", "quiet"),
     ("config", "world", "algorithm", "record", "interrupts", "launcher"),
     ("rewards", "data", "models", "engine", "balance", "plan", "report"),
-    ("rollout", "checkpoint", "minibatch", "watch"),
+    ("rollout", "checkpoint", "minibatch", "watch", "data_tools"),
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),
     ("preflight", "train"),
-    ("out_of_memory",),
+    ("out_of_memory", "eval_run"),
     ("run",),
     ("__main__",),
 )

@@ -74,7 +74,7 @@ def test_a_shorter_limit_keeps_the_noise_of_the_positions_it_has() -> None:
     assert np.array_equal(key.uniforms(7), key.uniforms(512)[:7])
 
 
-def sampler(uniforms: Tensor | None, *, size: int = 300, **rollout: object) -> KeyedSampler:
+def sampler(uniforms: Tensor, *, size: int = 300, **rollout: object) -> KeyedSampler:
     draw = Sampler(Rollout(**rollout), tokenizer_size=size, dtype=torch.float32)
     return KeyedSampler(draw, uniforms, torch.zeros(1, 1, dtype=torch.bool))
 
@@ -122,7 +122,8 @@ def test_ids_beyond_the_tokenizer_are_never_sampled() -> None:
     logits = torch.zeros(64, 300)
     logits[:, 290:] = 50.0
     uniforms = (torch.arange(64, dtype=torch.float64)[:, None] + 0.5) / 64
-    for made in (sampler(uniforms, size=290), sampler(None, size=290), sampler(uniforms, size=290, top_k=5)):
+    greedy = torch.full((64, 1), torch.nan)
+    for made in (sampler(uniforms, size=290), sampler(greedy, size=290), sampler(uniforms, size=290, top_k=5)):
         made(torch.zeros(64, 1, dtype=torch.long), logits.clone())
         assert int(made.tokens[0].max()) < 290
 

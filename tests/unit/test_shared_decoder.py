@@ -131,9 +131,22 @@ def test_greedy_is_the_argmax() -> None:
     set_seed(0)
     model, prompts = tiny_qwen2().eval(), groups(5, 17)
     settings = Rollout(max_new_tokens=12)
-    theirs = HfDecoder(model, TOKENIZER, settings, ENDS, seed=0).generate(prompts, step=0, generations=1, greedy=True)
+    theirs = HfDecoder(model, TOKENIZER, settings, ENDS, seed=0).generate(prompts, step=0, generations=0, greedy=1)
     ours = SharedDecoder(sharing(model), TOKENIZER, settings, ENDS, seed=0)
-    assert_same(theirs, ours.generate(prompts, step=0, generations=1, greedy=True))
+    assert_same(theirs, ours.generate(prompts, step=0, generations=0, greedy=1))
+
+
+@pytest.mark.parametrize("kind", [HfDecoder, SharedDecoder])
+def test_samples_and_a_greedy_answer_come_from_one_call(kind: type[HfDecoder | SharedDecoder]) -> None:
+    """Of each prompt the greedy one last; all are what separate calls give."""
+    set_seed(0)
+    model, prompts = sharing(tiny_qwen2().eval()), groups(5, 17, 1)
+    decoder = kind(model, TOKENIZER, Rollout(max_new_tokens=12), ENDS, seed=3)
+    made = decoder.generate(prompts, step=2, generations=3, greedy=1)
+    assert [one.generation for one in made] == [0, 1, 2, 3] * 3
+    assert_same([one for one in made if one.generation < 3], decoder.generate(prompts, step=2, generations=3))
+    alone = decoder.generate(prompts, step=2, generations=0, greedy=1)
+    assert [one.ids for one in made[3::4]] == [one.ids for one in alone]
 
 
 def test_the_log_probs_are_those_of_the_training_pass() -> None:

@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import ModelCardData
 
 from trainer.config import RunConfig
+from trainer.config.sections import Model
 from trainer.models.reload import Verified
 from trainer.record.environment import PACKAGES, installed_version
 from trainer.record.run_dir import read_metrics
@@ -46,6 +47,20 @@ def load_line(folder: str, config: RunConfig, what: str, dtype: torch.dtype) -> 
     if what == "model":
         return f'AutoModelForCausalLM.from_pretrained("{folder}")'
     return f'PeftModel.from_pretrained({_base(folder, config, dtype)}, "{folder}")'
+
+
+def lm_eval_line(folder: str, model: Model, what: str) -> str:
+    """The command that measures the result on a public benchmark; "" where lm-eval cannot load it: a base whose RoPE
+    this run scaled."""
+    if what == "model":
+        arguments = f"pretrained={folder}"
+    elif model.rope.type:
+        return ""
+    else:
+        base = f"{folder}/base" if model.gguf_file else model.name_or_path
+        revision = f",revision={model.revision}" if model.revision else ""
+        arguments = f"pretrained={base}{revision},peft={folder},tokenizer={folder}"
+    return f"lm_eval --model hf --model_args {arguments} --tasks gsm8k"
 
 
 def _base(folder: str, config: RunConfig, dtype: torch.dtype) -> str:

@@ -236,6 +236,13 @@ class Checkpoint(Section):
 class Eval(Section):
     every: int = Field(default=0, ge=0, description="Steps between evaluations. 0: none.")
     num_generations: int = Field(default=4, ge=1, description="Completions a prompt of an evaluation.")
+    correct_at: float = Field(
+        default=1.0,
+        description=(
+            "The reward from which a completion counts as correct, for pass@k: the weighted sum, and each reward by"
+            " itself. 1: what a checker gives."
+        ),
+    )
     best_metric: Literal["", "sampled", "greedy"] = Field(
         default="",
         description='Held-out mean reward whose best checkpoint is saved and kept: of samples, or greedy. "": none.',

@@ -78,15 +78,20 @@ def split_off(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[li
     Raises:
         Refused: one of the two would be empty.
     """
-    count = round(len(prompts) * fraction)
-    if not 0 < count < len(prompts):
-        raise Refused(
-            f"data.eval_fraction = {fraction} of {len(prompts)} prompts leaves {len(prompts) - count} to train on and "
-            f"{count} to evaluate on; expected at least 1 each."
-        )
-    chosen = set(Random(seed).sample(range(len(prompts)), count))
+    chosen = held_out_places(len(prompts), fraction, seed, "data.eval_fraction")
     train = [prompt for place, prompt in enumerate(prompts) if place not in chosen]
     return train, [prompts[place] for place in sorted(chosen)]
+
+
+def held_out_places(rows: int, fraction: float, seed: int, key: str) -> set[int]:
+    """Which of ``rows`` are evaluated on; ``key`` names the fraction where it leaves one side empty."""
+    count = round(rows * fraction)
+    if not 0 < count < rows:
+        raise Refused(
+            f"{key} = {fraction} of {rows} prompts leaves {rows - count} to train on and {count} to evaluate on; "
+            "expected at least 1 each."
+        )
+    return set(Random(seed).sample(range(rows), count))
 
 
 def _eval_source(data: Data) -> Source | None:
@@ -121,17 +126,7 @@ def _load(source: Source, renderer: Renderer, sets: PromptSets) -> list[Prompt]:
     data = renderer.data
     table, columns, good, bad = _read(source, data)
     messages = bool(good) and isinstance(table.rows[good[0]][columns.prompt], list)
-    if good:
-        renderer.refuse_unrenderable(messages, table.label)
-    texts: dict[int, str] = {}
-    for place in good:
-        text = renderer.text(table.rows[place][columns.prompt], columns.prompt)
-        if isinstance(text, Fault):
-            bad.append(table.problem(place, *text))
-        else:
-            texts[place] = text
-    rendered = messages or renderer.strings
-    ids = dict(zip(texts, renderer.encode(list(texts.values()), rendered), strict=True)) if texts else {}
+    texts, ids = render_rows(table, columns.prompt, good, bad, renderer)
     overlong = _overlong(table, columns, ids, data.max_prompt_tokens)
     _refuse(table, source, data, bad, overlong)
     if data.overlong == "drop":
@@ -151,6 +146,25 @@ def _load(source: Source, renderer: Renderer, sets: PromptSets) -> list[Prompt]:
     sets.left_out += len(bad) + len(dropped)
     sets.cut += len(overlong) - len(dropped)
     return prompts
+
+
+def render_rows(
+    table: Table, column: str, good: Sequence[int], bad: list[RowProblem], renderer: Renderer
+) -> tuple[dict[int, str], dict[int, tuple[int, ...]]]:
+    """Text and token ids of the ``good`` places, by place; what the template refuses goes to ``bad``."""
+    if not good:
+        return {}, {}
+    messages = isinstance(table.rows[good[0]][column], list)
+    renderer.refuse_unrenderable(messages, table.label)
+    texts: dict[int, str] = {}
+    for place in good:
+        text = renderer.text(table.rows[place][column], column)
+        if isinstance(text, Fault):
+            bad.append(table.problem(place, *text))
+        else:
+            texts[place] = text
+    encoded = renderer.encode(list(texts.values()), messages or renderer.strings) if texts else []
+    return texts, dict(zip(texts, encoded, strict=True))
 
 
 def _overlong(table: Table, columns: Columns, ids: dict[int, tuple[int, ...]], limit: int) -> list[RowProblem]:

@@ -19,8 +19,11 @@ class Fault(NamedTuple):
     kind: str
 
 
-def check_rows(table: Table, column: str) -> tuple[list[int], list[RowProblem]]:
-    """The places of the rows whose prompt can be used, and what is wrong with the others (one problem a row)."""
+def check_rows(table: Table, column: str, mostly_strings: bool | None = None) -> tuple[list[int], list[RowProblem]]:
+    """The places of the rows whose prompt can be used, and what is wrong with the others (one problem a row).
+
+    ``mostly_strings``: which prompts are the usual ones, where the table is a block of a larger source.
+    """
     good: list[int] = []
     problems = list(table.unreadable)
     for place, row in enumerate(table.rows):
@@ -30,8 +33,9 @@ def check_rows(table: Table, column: str) -> tuple[list[int], list[RowProblem]]:
         else:
             problems.append(table.problem(place, *fault))
     strings = {place for place in good if isinstance(table.rows[place][column], str)}
-    if 0 < len(strings) < len(good):
+    if mostly_strings is None:
         mostly_strings = 2 * len(strings) >= len(good)
+    if len(strings) != (len(good) if mostly_strings else 0):
         usual = "a string" if mostly_strings else "messages"
         for place in good:
             if (place in strings) is not mostly_strings:

@@ -21,21 +21,26 @@ class Columns:
     """None where the rows carry no answer."""
 
 
-def map_columns(table: Table, prompt_column: str = "", answer_column: str = "") -> Columns:
-    """The columns that data.prompt_column and data.answer_column name, else those with a usual name.
+def map_columns(
+    table: Table,
+    prompt_column: str = "",
+    answer_column: str = "",
+    keys: tuple[str, str] = ("data.prompt_column", "data.answer_column"),
+) -> Columns:
+    """The columns that are named, else those with a usual name. ``keys``: where the user names them.
 
     Raises:
         Refused: a named column is not there, several columns have a usual name, or no prompt column is found.
     """
-    prompt = _named(table, "data.prompt_column", prompt_column) or _usual(table, "data.prompt_column", PROMPT_NAMES)
+    prompt = _named(table, keys[0], prompt_column) or _usual(table, keys[0], PROMPT_NAMES)
     if prompt is None:
         raise Refused(
             f"{table.label}: no prompt column. Expected one of {', '.join(PROMPT_NAMES)}; "
-            f"another name goes into data.prompt_column.\nColumns: {', '.join(table.columns)}"
+            f"another name goes into {keys[0]}.\nColumns: {', '.join(table.columns)}"
         )
-    answer = _named(table, "data.answer_column", answer_column) or _usual(table, "data.answer_column", ANSWER_NAMES)
+    answer = _named(table, keys[1], answer_column) or _usual(table, keys[1], ANSWER_NAMES)
     if answer == prompt:
-        raise Refused(f'{table.label}: the column "{prompt}" cannot be both prompt and answer; set data.answer_column.')
+        raise Refused(f'{table.label}: the column "{prompt}" cannot be both prompt and answer; set {keys[1]}.')
     return Columns(prompt, answer)
 
 

@@ -1,12 +1,13 @@
 """Where rows come from: files, folders, the Hugging Face hub, reasoning-gym."""
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.reasoning_gym_tasks import PREFIX, read_reasoning_gym
-from trainer.data.table import Table, numbered
-from trainer.data.text_files import read_csv, read_json, read_json_lines
+from trainer.data.table import Table, joined, numbered
+from trainer.data.text_files import BLOCK, read_csv, read_json, read_json_lines
 from trainer.errors import Refused
 
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
@@ -41,51 +42,67 @@ def read_rows(source: Source) -> Table:
     Raises:
         Refused: nothing there, not readable as a whole, no such split, or not a single row.
     """
+    return joined(read_blocks(source))
+
+
+def read_blocks(source: Source) -> Iterator[Table]:
+    """The same rows in blocks; a text or Parquet file may be larger than memory."""
+    blocks = _blocks(source)
+    found = False
+    try:
+        for block in blocks:
+            found = found or bool(block.rows or block.unreadable)
+            yield block
+    except OSError as error:
+        raise Refused(f"{source.setting}: cannot be read: {error.strerror or error}") from error
+    if not found:
+        raise Refused(f"{source.setting}: {block.label} holds no rows.")
+
+
+def _blocks(source: Source) -> Iterator[Table]:
     if not source.name:
         raise Refused(f"{source.key} is empty; expected a file ({', '.join(FILE_TYPES)}), a folder or a hub data set.")
     if source.name.startswith(PREFIX):
         _refuse_split(source)
-        table = read_reasoning_gym(source.name)
-    elif source.path.is_dir():
-        table = _read_folder(source)
-    elif source.path.is_file():
+        return iter([read_reasoning_gym(source.name)])
+    if source.path.is_dir():
+        return iter([_read_folder(source)])
+    if source.path.is_file():
         _refuse_split(source)
-        table = _read_file(source)
-    elif _looks_like_path(source.name):
+        return _read_file(source)
+    if _looks_like_path(source.name):
         raise Refused(f"{source.setting}: no such file or folder.\n{_neighbours(source.path)}")
-    else:
-        table = _load_dataset(source)
-    if not table.rows and not table.unreadable:
-        raise Refused(f"{source.setting}: {table.label} holds no rows.")
-    return table
+    return iter([_load_dataset(source)])
 
 
-def _read_file(source: Source) -> Table:
+def _read_file(source: Source) -> Iterator[Table]:
     ending = source.path.suffix.lower()
-    try:
-        match ending:
-            case ".jsonl":
-                return read_json_lines(source.path, source.name)
-            case ".json":
-                return read_json(source.path, source.name)
-            case ".csv":
-                return read_csv(source.path, source.name)
-            case ".parquet":
-                return _read_parquet(source)
-    except OSError as error:
-        raise Refused(f"{source.setting}: cannot be read: {error.strerror or error}") from error
+    match ending:
+        case ".jsonl":
+            return read_json_lines(source.path, source.name)
+        case ".json":
+            return read_json(source.path, source.name)
+        case ".csv":
+            return read_csv(source.path, source.name)
+        case ".parquet":
+            return _read_parquet(source)
     raise Refused(f'{source.setting}: got a file that ends in "{ending}", expected one of {", ".join(FILE_TYPES)}.')
 
 
-def _read_parquet(source: Source) -> Table:
+def _read_parquet(source: Source) -> Iterator[Table]:
     import pyarrow
     import pyarrow.parquet
 
+    read = 0
     try:
-        rows = pyarrow.parquet.ParquetFile(source.path).read().to_pylist()
+        file = pyarrow.parquet.ParquetFile(source.path)
+        yield numbered([], source.name)
+        for batch in file.iter_batches(BLOCK):
+            rows = batch.to_pylist()
+            yield numbered(rows, source.name, first=read + 1)
+            read += len(rows)
     except pyarrow.ArrowException as error:
         raise Refused(f"{source.setting}: not readable as Parquet: {error}") from error
-    return numbered(rows, source.name)
 
 
 def _read_folder(source: Source) -> Table:

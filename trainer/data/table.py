@@ -23,6 +23,8 @@ class RowProblem:
     expected: str
     kind: str
     """What the rows that share this problem are counted under."""
+    content: Any = None
+    """The row as it was read, or the text that is no row."""
 
     def __str__(self) -> str:
         return f"{row_name(self.row, self.line)}, {self.field}: got {self.got}, expected {self.expected}"
@@ -48,12 +50,25 @@ class Table:
 
     def problem(self, place: int, field: str, got: str, expected: str, kind: str) -> RowProblem:
         """A problem of `rows[place]`."""
-        return RowProblem(self.numbers[place], self.lines[place] if self.lines else None, field, got, expected, kind)
+        line = self.lines[place] if self.lines else None
+        return RowProblem(self.numbers[place], line, field, got, expected, kind, self.rows[place])
 
 
-def numbered(rows: list[dict[str, Any]], label: str) -> Table:
-    """A table of which every row was read, from a source without lines."""
-    return Table(label, rows, numbers=list(range(1, len(rows) + 1)), lines=None, unreadable=[])
+def numbered(rows: list[dict[str, Any]], label: str, first: int = 1) -> Table:
+    """A table of which every row was read, from a source without lines. ``first``: the number of its first row."""
+    return Table(label, rows, numbers=list(range(first, first + len(rows))), lines=None, unreadable=[])
+
+
+def joined(blocks: Iterable[Table]) -> Table:
+    """One table of blocks of a source, of which there is at least one."""
+    first, *others = blocks
+    for block in others:
+        first.rows.extend(block.rows)
+        first.numbers.extend(block.numbers)
+        first.unreadable.extend(block.unreadable)
+        if first.lines is not None and block.lines is not None:
+            first.lines.extend(block.lines)
+    return first
 
 
 def row_name(row: int, line: int | None) -> str:

@@ -2,9 +2,10 @@
 
 import codecs
 import csv
-import io
 import json
 from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +13,37 @@ from trainer.data.table import RowProblem, Table, shown
 from trainer.errors import Refused
 
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+BLOCK = 4096
+"""Rows that are in memory together where a source is read in blocks."""
+
+Read = tuple[int, int, dict[str, Any] | RowProblem]
+"""Row and line, each from 1, and what is there."""
 
 
-def read_json_lines(path: Path, label: str) -> Table:
-    """One JSON object a line; blank lines are passed over, and lines that are no object are listed as unreadable."""
-    table = Table(label, rows=[], numbers=[], lines=[], unreadable=[])
-    assert table.lines is not None
-    row = 0
-    # Only "\n" ends a line: str.splitlines would also cut at U+2028, which JSON allows inside strings.
-    for line, text in enumerate(_text(path).split("\n"), start=1):
-        if not text.strip():
-            continue
-        row += 1
-        value = _object(text, row, line)
-        if isinstance(value, RowProblem):
-            table.unreadable.append(value)
-            continue
-        table.rows.append(value)
-        table.numbers.append(row)
-        table.lines.append(line)
-    return table
+def read_json_lines(path: Path, label: str) -> Iterator[Table]:
+    """One JSON object a line; blank lines are passed over, and lines that are no object are listed as unreadable.
+
+    In blocks, as all text that is larger than memory has to be read.
+    """
+
+    def rows() -> Iterator[Read]:
+        row = 0
+        # Only "\n" ends a line: universal line ends would also cut at "\r", which JSON allows between values.
+        for line, text in enumerate(_lines(path, newline="\n"), start=1):
+            if text.strip():
+                row += 1
+                yield row, line, _object(text.rstrip("\n"), row, line)
+
+    return _blocks(label, rows())
 
 
-def read_json(path: Path, label: str) -> Table:
+def read_json(path: Path, label: str) -> Iterator[Table]:
     """A JSON array of objects. JSON lines under the name .json are read as such.
 
     Raises:
         Refused: the file is neither.
     """
-    text = _text(path)
+    text = "".join(_lines(path, newline=""))
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -62,19 +65,22 @@ def read_json(path: Path, label: str) -> Table:
             table.rows.append(value)
             table.numbers.append(row)
         else:
-            table.unreadable.append(RowProblem(row, None, "row", shown(value), "an object", "not an object"))
-    return table
+            problem = RowProblem(row, None, "row", shown(value), "an object", "not an object", value)
+            table.unreadable.append(problem)
+    return iter([table])
 
 
-def read_csv(path: Path, label: str) -> Table:
-    """Comma-separated values with a header line; every value stays a string.
+def read_csv(path: Path, label: str) -> Iterator[Table]:
+    """Comma-separated values with a header line; every value stays a string. In blocks.
 
     Raises:
         Refused: no usable header, or quoting that the csv module cannot read.
     """
-    table = Table(label, rows=[], numbers=[], lines=[], unreadable=[])
-    assert table.lines is not None
-    reader = csv.reader(io.StringIO(_text(path), newline=""), strict=True)
+    return _blocks(label, _csv_rows(path, label))
+
+
+def _csv_rows(path: Path, label: str) -> Iterator[Read]:
+    reader = csv.reader(_lines(path, newline=""), strict=True)
     header: list[str] = []
     row, start = 0, 1
     try:
@@ -86,19 +92,35 @@ def read_csv(path: Path, label: str) -> Table:
                 header = _header(cells, label)
                 continue
             row += 1
-            if len(cells) != len(header):
+            if len(cells) == len(header):
+                yield row, line, dict(zip(header, cells, strict=True))
+            else:
                 got, expected = f"{len(cells)} values", f"{len(header)}, one for each column"
-                table.unreadable.append(RowProblem(row, line, "row", got, expected, "wrong number of values"))
-                continue
-            table.rows.append(dict(zip(header, cells, strict=True)))
-            table.numbers.append(row)
-            table.lines.append(line)
+                yield row, line, RowProblem(row, line, "row", got, expected, "wrong number of values", cells)
     except csv.Error as error:
         raise Refused(
             f"{label}: the row that starts at line {start} is not valid CSV: {error}.\n"
             'Expected values separated by commas, quoted with " where they hold commas, quotes or line breaks.'
         ) from error
-    return table
+
+
+def _blocks(label: str, rows: Iterator[Read]) -> Iterator[Table]:
+    """At least one, which may be empty."""
+    while True:
+        table = Table(label, rows=[], numbers=[], lines=[], unreadable=[])
+        assert table.lines is not None
+        read = 0
+        for row, line, value in islice(rows, BLOCK):
+            read += 1
+            if isinstance(value, RowProblem):
+                table.unreadable.append(value)
+            else:
+                table.rows.append(value)
+                table.numbers.append(row)
+                table.lines.append(line)
+        yield table
+        if read < BLOCK:
+            return
 
 
 def _header(cells: list[str], label: str) -> list[str]:
@@ -113,9 +135,9 @@ def _object(text: str, row: int, line: int) -> dict[str, Any] | RowProblem:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         got = f"invalid JSON at column {error.colno} ({error.msg}): {shown(text[max(0, error.colno - 20) :], 40)}"
-        return RowProblem(row, line, "row", got, "one JSON object a line", "invalid JSON")
+        return RowProblem(row, line, "row", got, "one JSON object a line", "invalid JSON", text)
     if not isinstance(value, dict):
-        return RowProblem(row, line, "row", shown(value), "a JSON object", "not an object")
+        return RowProblem(row, line, "row", shown(value), "a JSON object", "not an object", value)
     return value
 
 
@@ -127,16 +149,27 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _text(path: Path) -> str:
-    """The file decoded, with its line ends as they are."""
-    content = path.read_bytes()
-    if content.startswith(UTF16):
-        raise Refused(f"{path}: the file is UTF-16. Save it as UTF-8: iconv -f utf-16 -t utf-8 IN > OUT")
+def _lines(path: Path, newline: str) -> Iterator[str]:
+    """The lines decoded, with their ends as they are. ``newline`` as ``open`` takes it."""
+    with path.open("rb") as file:
+        if file.read(2) in UTF16:
+            raise Refused(f"{path}: the file is UTF-16. Save it as UTF-8: iconv -f utf-16 -t utf-8 IN > OUT")
     try:
-        return content.decode("utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            yield from file
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
+        line = _first_undecodable(path)
         raise Refused(
             f"{path}: line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x}).\n"
             "Expected UTF-8. For Chinese text from Windows try: iconv -f gb18030 -t utf-8 IN > OUT"
         ) from error
+
+
+def _first_undecodable(path: Path) -> int:
+    with path.open("rb") as file:
+        for line, content in enumerate(file, start=1):
+            try:
+                content.decode("utf-8")
+            except UnicodeDecodeError:
+                return line
+    raise AssertionError("every line decodes")

@@ -27,6 +27,7 @@ from trainer.preflight.memory import choose_at_start
 from trainer.preflight.survey import Survey, survey
 from trainer.record.memory import PeakMemory
 from trainer.rewards.runtime import RewardRuntime
+from trainer.rollout.decoder import Decoder
 from trainer.rollout.hf import HfDecoder
 from trainer.rollout.hooks import Hook, HookContext, run_hooks
 from trainer.rollout.rope_guard import Lengths, rope_guard
@@ -105,17 +106,7 @@ def load_models(checked: Checked, world: World) -> Models:
     _tell(world, f"loading {config.model.name_or_path}")
     torch.manual_seed(config.run.seed)  # new LoRA weights: the same on every rank
     policy = load_policy(config.model, checked.model_config, config.lora, tokenizer, checked.dtype, config.quant)
-    check_embedding_rows(policy.causal, tokenizer)
-    stops = stop_ids(tokenizer, policy.generation_config)
-    if config.model.gguf_file:  # of others the survey has said it
-        checked.notes.extend(stops.notes)
-    named = ", ".join(f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)})" for token_id in stops.ids)
-    checked.notes.append(
-        f"a completion ends with token {named or 'none'}, or after {config.rollout.max_new_tokens} tokens"
-    )
-    scorer = TokenScorer(policy.causal, config.rollout.temperature).to(world.device)
-    check_head(scorer)
-    unshared = share_prompts(policy.causal)
+    scorer, stops, unshared = ready_to_decode(checked, policy, world)
     checked.notes.append(_layout_note(unshared, config.rollout.engine))
     reference = None
     if config.grpo.kl.coef or config.grpo.kl.schedule == "adaptive":
@@ -142,6 +133,37 @@ def load_models(checked: Checked, world: World) -> Models:
     return Models(policy, scorer, reference, stops, not unshared, facts)
 
 
+def ready_to_decode(checked: Checked, policy: Policy, world: World) -> tuple[TokenScorer, StopIds, str]:
+    """Checks a policy and takes it to its device. The last: why its prompts are not shared, or nothing."""
+    tokenizer, rollout = checked.tokenizer, checked.config.rollout
+    check_embedding_rows(policy.causal, tokenizer)
+    stops = stop_ids(tokenizer, policy.generation_config)
+    if checked.config.model.gguf_file:  # of others the survey has said it
+        checked.notes.extend(stops.notes)
+    named = ", ".join(f"{token_id} ({tokenizer.convert_ids_to_tokens(token_id)})" for token_id in stops.ids)
+    checked.notes.append(f"a completion ends with token {named or 'none'}, or after {rollout.max_new_tokens} tokens")
+    scorer = TokenScorer(policy.causal, rollout.temperature).to(world.device)
+    check_head(scorer)
+    return scorer, stops, share_prompts(policy.causal)
+
+
+def make_decoder(
+    checked: Checked, policy: Policy, stops: StopIds, memory: PeakMemory, *, shared_prompts: bool
+) -> Decoder:
+    """What decodes in rollouts and evaluations, of this run and of ``eval``."""
+    config = checked.config
+    decoder = SharedDecoder if shared_prompts and config.rollout.engine == "shared" else HfDecoder
+    return decoder(
+        policy.causal,
+        checked.tokenizer,
+        config.rollout,
+        stops.ids,
+        config.run.seed,
+        interrupts.check,
+        memory.uncounted,
+    )
+
+
 def start_engine(checked: Checked, models: Models, world: World) -> State:
     """Hands the policy to ZeRO and puts the run's parts together."""
     config, causal = checked.config, models.policy.causal
@@ -165,22 +187,13 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     if choice.checkpointing:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     random_states.seed(config.run.seed + world.rank)
-    decoder = SharedDecoder if models.shared_prompts and config.rollout.engine == "shared" else HfDecoder
     return State(
         config=config,
         world=world,
         policy=models.policy,
         engine=engine,
         reference=models.reference,
-        decoder=decoder(
-            causal,
-            checked.tokenizer,
-            config.rollout,
-            models.stops.ids,
-            config.run.seed,
-            interrupts.check,
-            memory.uncounted,
-        ),
+        decoder=make_decoder(checked, models.policy, models.stops, memory, shared_prompts=models.shared_prompts),
         rewards=checked.rewards,
         hooks=checked.hooks,
         prompts=checked.prompts.train,

@@ -125,20 +125,30 @@ class BeforeAfter:
 
 def before_after_table(rows: Sequence[BeforeAfter], prompts: int) -> str:
     """The table at the end of a run. Errors are one standard error over prompts."""
-    table = Table(title=f"Held-out reward, {prompts} prompts (± one standard error)", title_justify="left")
-    table.add_column("measure")
-    for name in ("before", "after", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
+    cells = [
+        (
             row.name,
             with_error(row.before, row.before_error),
             with_error(row.after, row.after_error),
             with_error(row.after - row.before, row.difference_error, sign="+"),
         )
+        for row in rows
+    ]
+    title = f"Held-out reward, {prompts} prompts (± one standard error)"
+    return plain_table(title, ("measure", "before", "after", "difference"), cells)
+
+
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Names in the first column, numbers in the others."""
+    table = Table()
+    table.add_column(header[0])
+    for name in header[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     out = StringIO()
     Console(file=out, width=110, force_terminal=False).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return "\n".join([title, *(line.rstrip() for line in out.getvalue().splitlines())])
 
 
 def with_error(value: float, error: float, sign: str = "-") -> str:

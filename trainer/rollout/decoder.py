@@ -28,8 +28,8 @@ class Group:
     prompt: Prompt
 
 
-Noise = Callable[[Group, int], np.ndarray | None]
-"""Of a completion, by its generation: (max_new_tokens,) uniforms; None decodes greedily."""
+Noise = Callable[[Group, int], np.ndarray]
+"""Of a completion, by its generation: (max_new_tokens,) uniforms; NaN decodes greedily."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,22 @@ class Decoder(ABC):
         step: int,
         generations: int,
         purpose: Literal["train", "eval"] = "train",
-        greedy: bool = False,
+        greedy: int = 0,
     ) -> list[Completion]:
-        """``generations`` completions of each prompt, in order of group and generation.
+        """``generations`` sampled completions of each prompt and then ``greedy`` ones, in order of group and
+        generation.
 
         The model decodes in eval mode; its modes are as before afterwards.
         """
 
-        def noise(group: Group, generation: int) -> np.ndarray | None:
-            key = NoiseKey(self.seed, purpose, step, group.prompt.index, generation)
-            return None if greedy else key.uniforms(self.rollout.max_new_tokens)
+        def noise(group: Group, generation: int) -> np.ndarray:
+            limit = self.rollout.max_new_tokens
+            if generation >= generations:
+                return np.full(limit, np.nan)
+            return NoiseKey(self.seed, purpose, step, group.prompt.index, generation).uniforms(limit)
 
         with torch.no_grad(), decoding(self.causal):
-            return self.complete(groups, generations, noise)
+            return self.complete(groups, generations + greedy, noise)
 
     @abstractmethod
     def complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:

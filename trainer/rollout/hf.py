@@ -26,10 +26,9 @@ class HfDecoder(Decoder):
         parts = [rows[start : start + decoder.MAX_ROWS] for start in range(0, len(rows), decoder.MAX_ROWS)]
         return [completion for part in parts for completion in self._decode(part, [noise(*row) for row in part])]
 
-    def _decode(self, rows: Sequence[tuple[Group, int]], noise: Sequence[np.ndarray | None]) -> list[Completion]:
+    def _decode(self, rows: Sequence[tuple[Group, int]], noise: Sequence[np.ndarray]) -> list[Completion]:
         limit = self.rollout.max_new_tokens
-        drawn = [one for one in noise if one is not None]
-        uniforms = torch.from_numpy(np.stack(drawn)).to(self.causal.device) if drawn else None
+        uniforms = torch.from_numpy(np.stack(noise)).to(self.causal.device)
         input_ids, attention_mask = self._left_padded([group.prompt.ids for group, _ in rows])
         sampler = KeyedSampler(self.sampler(), uniforms, attention_mask == 0)
         ends = _Ends(StopRules(self), self.between_tokens)

@@ -77,12 +77,10 @@ class Sampler:
         """The repetition penalty does."""
         return bool(self.before)
 
-    def __call__(
-        self, scores: Tensor, uniforms: Tensor | None, context: Tensor, *, position: int
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, scores: Tensor, uniforms: Tensor, context: Tensor, *, position: int) -> tuple[Tensor, Tensor]:
         """(S, V) fp32 logits, (S,), (S, context) token ids -> drawn tokens (S,) and their log-probs (S,) fp32.
 
-        ``uniforms`` None draws greedily. ``position`` of the first row in its completion, for the message.
+        A uniform of NaN draws greedily. ``position`` of the first row in its completion, for the message.
         """
         # As scored later: the temperature, but none of the filters.
         logps = (scores / self.temperature).log_softmax(-1)
@@ -97,15 +95,17 @@ class Sampler:
         # Rows of the embedding beyond the tokenizer are padding of the matrix: ids that no text has.
         allowed[:, self.tokenizer_size :] = -torch.inf
         allowed = self.after(ids, cast(torch.FloatTensor, allowed))
-        drawn = allowed.argmax(-1) if uniforms is None else inverse_cdf(allowed.softmax(-1), uniforms)
+        drawn = inverse_cdf(allowed.softmax(-1), uniforms)
+        if (greedy := uniforms.isnan()).any():
+            drawn = torch.where(greedy, allowed.argmax(-1), drawn)
         return drawn, logps.gather(-1, drawn[:, None]).squeeze(-1)
 
 
 class KeyedSampler(LogitsProcessor):
     """A ``Sampler`` inside of ``generate``, which it leaves nothing but the argmax of a one-hot row."""
 
-    def __init__(self, sampler: Sampler, uniforms: Tensor | None, padding: Tensor) -> None:
-        """``uniforms`` (S, max_new_tokens); None decodes greedily. ``padding`` (S, longest prompt): where there is
+    def __init__(self, sampler: Sampler, uniforms: Tensor, padding: Tensor) -> None:
+        """``uniforms`` (S, max_new_tokens); NaN decodes greedily. ``padding`` (S, longest prompt): where there is
         some."""
         self.sampler = sampler
         self.uniforms = uniforms
@@ -121,8 +121,7 @@ class KeyedSampler(LogitsProcessor):
             input_ids = input_ids.clone()
             prompts = input_ids[:, : self.padding.shape[1]]
             prompts.copy_(torch.where(self.padding, prompts[:, -1:], prompts))
-        uniforms = None if self.uniforms is None else self.uniforms[:, position]
-        drawn, logps = self.sampler(scores, uniforms, input_ids, position=position)
+        drawn, logps = self.sampler(scores, self.uniforms[:, position], input_ids, position=position)
         self.tokens.append(drawn)
         self.logps.append(logps)
         return torch.full_like(scores, -torch.inf).scatter_(-1, drawn[:, None], 0.0)

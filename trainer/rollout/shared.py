@@ -29,8 +29,8 @@ class _Row:
 
     group: Group
     generation: int
-    uniforms: np.ndarray | None
-    """(max_new_tokens,); None decodes greedily."""
+    uniforms: np.ndarray
+    """(max_new_tokens,); NaN decodes greedily."""
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
 
@@ -119,10 +119,8 @@ class SharedDecoder(Decoder):
 
     def _settle(self, rows: Sequence[_Row], scores: Tensor, draw: Sampler, rules: StopRules) -> dict[int, bool]:
         """Draws the next token of each row; which of them end with it, and whether by a stop rather than by length."""
-        uniforms = None
-        if rows[0].uniforms is not None:
-            at = [row.uniforms[len(row.ids)] for row in rows if row.uniforms is not None]
-            uniforms = torch.tensor(at, dtype=torch.float64, device=scores.device)
+        at = [row.uniforms[len(row.ids)] for row in rows]
+        uniforms = torch.tensor(at, dtype=torch.float64, device=scores.device)
         context = self._context(rows) if draw.reads_context else scores.new_empty(len(rows), 0, dtype=torch.long)
         drawn, logps = draw(scores, uniforms, context, position=len(rows[0].ids))
         for row, token, logp in zip(rows, drawn.tolist(), logps.tolist(), strict=True):

@@ -1,0 +1,1 @@
+"""``zero-grpo data``: what a source holds, and other tools' formats as rows that training reads."""

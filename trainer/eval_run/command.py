@@ -1,0 +1,39 @@
+"""The words of ``zero-grpo eval``, and what they call."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from trainer.launcher import say
+from trainer.quiet import quiet_libraries
+
+
+def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Measure a checkpoint, an exported folder or the base on the held-out prompts; nothing is written."""
+    from trainer.config import load
+
+    config = load(arguments.run_file, overrides)
+    quiet_libraries()
+    if not arguments.json and os.environ.get("RANK", "0") == "0":
+        say("loading torch and transformers ...")
+    from trainer.eval_run.held_out import eval_run
+
+    folder = Path(arguments.run_file).resolve().parent
+    return eval_run(config, folder, arguments.checkpoint, arguments.against, as_json=arguments.json)
+
+
+def add_commands(commands: Any) -> None:
+    """``commands``: what ``add_subparsers`` of the main parser returned."""
+    sub = commands.add_parser("eval", help=evaluate.__doc__, description=evaluate.__doc__, allow_abbrev=False)
+    sub.set_defaults(command=evaluate)
+    sub.add_argument("run_file", metavar="RUN.toml")
+    sub.add_argument(
+        "--checkpoint",
+        default="base",
+        metavar="PATH",
+        help="a checkpoint, RUN_DIR, RUN_DIR/checkpoints/best, an exported adapter or model; without it, the base",
+    )
+    sub.add_argument("--against", default="", metavar="PATH|base", help="another one: every number with its difference")
+    sub.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
+    sub.epilog = "Any key of the run file can be overridden: --section.key value"
