@@ -43,6 +43,7 @@ def measure_rollout(completions: Sequence[Completion], sums: Sums) -> None:
         _, std, _ = group_statistics(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups))
         spread = dict(zip(groups, std.tolist(), strict=True))
         sums.add("zero_std_fraction", sum(value == 0 for value in spread.values()), len(spread))
+        sums.add("reward_group_std", sum(spread.values()), len(spread))
 
 
 def all_reduced(world: World, sums: Sums) -> Sums:
@@ -67,9 +68,14 @@ def step_metrics(world: World, sums: Sums, seconds: dict[str, float], peak_bytes
     for phase, value in seconds.items():
         sums.maximum(f"seconds_{phase}", value)
     sums.maximum("peak_memory_gib", peak_bytes / 2**30)
+    if world.size > 1 and (mean := sums.means().get("kl")) is not None:
+        sums.maximum("kl_rank_max", mean)
+        sums.maximum("kl_rank_min", -mean)
     total = all_reduced(world, sums)
     # A number that does not exist is absent: the loss of a refused step, say, which its note has named.
     metrics = {name: value for name, value in total.means().items() if math.isfinite(value)}
+    if "kl_rank_min" in metrics:
+        metrics["kl_rank_min"] *= -1
     for name in ("kl", "reward"):
         mean = metrics.get("kl" if name == "kl" else "reward_mean")
         square = metrics.pop(f"{name}_square", None)

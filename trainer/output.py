@@ -15,13 +15,22 @@ from trainer.config import dump
 from trainer.evaluate import Evaluation, Score, rise
 from trainer.launcher import say
 from trainer.models.vocabulary import vocabulary_of
-from trainer.record.console import BeforeAfter, before_after_table, preflight_block, progress_line, sample_block
+from trainer.record.console import (
+    BeforeAfter,
+    before_after_table,
+    preflight_block,
+    printable,
+    progress_line,
+    sample_block,
+)
 from trainer.record.environment import collect
 from trainer.record.first_steps import FirstSteps
 from trainer.record.rollout_rows import row
 from trainer.record.run_dir import RunDirectory, RunState
 from trainer.record.trackers import Trackers
 from trainer.state import State
+from trainer.watch.alarms import Alarm, Alarms
+from trainer.watch.signals import evidence, in_words
 
 
 class Output:
@@ -39,6 +48,7 @@ class Output:
         self.seconds: list[float] = []
         self.first_steps = FirstSteps(state.steps)
         self.evaluations: list[Evaluation] = []
+        self.alarms = Alarms(state.config.watch)
         self.trackers = Trackers((), self.path, "", {}, 0)
         self.told = 0
         """How many of the state's notes the user has seen."""
@@ -50,6 +60,7 @@ class Output:
             "cut": self.first_steps.cut,
             "flat": self.first_steps.flat,
             "evaluations": [evaluation.record() for evaluation in self.evaluations],
+            "alarms": self.alarms.progress(),
         }
 
     def restore(self, progress: dict[str, Any], *, goes_on: bool) -> None:
@@ -58,6 +69,9 @@ class Output:
             self.run_id = progress["run_id"]
         self.first_steps = FirstSteps(self.state.steps, progress["cut"], progress["flat"])
         self.evaluations = [Evaluation.of(one) for one in progress["evaluations"]]
+        self.alarms.restore(progress["alarms"])
+        if not goes_on:  # its checkpoints are another run's
+            self.alarms.good_step = None
 
     def evaluated_step(self) -> int | None:
         """Step of the last evaluation."""
@@ -85,8 +99,19 @@ class Output:
         self.trackers = Trackers(self.config.log.report_to, self.path, self.run_id, config, self.state.step)
         say(preflight_block(self._untold()))
 
-    def step(self, metrics: dict[str, float], completions: Sequence[Completion]) -> None:
-        """Metrics, rollouts and samples of the step that was just done."""
+    def step(self, metrics: dict[str, float], completions: Sequence[Completion]) -> list[Alarm]:
+        """Metrics, rollouts, samples and alarms of the step that was just done."""
+        self._records(metrics, completions)
+        alarms = self.alarms.look(self.state.step, metrics)
+        if alarms:  # on all ranks alike: they have the same metrics
+            shown = evidence(completions, self.state.policy.tokenizer, self.world)
+            for alarm in alarms if self.world.is_main else ():
+                self.directory.append_alarm(alarm.record() | {"evidence": shown})
+                self.state.notes += self.trackers.log({f"alarm/{alarm.alarm}": float(alarm.count)}, alarm.step)
+                say(printable(alarm.line() if alarm.event == "cleared" else f"{alarm.line()} {in_words(shown)}"))
+        return alarms
+
+    def _records(self, metrics: dict[str, float], completions: Sequence[Completion]) -> None:
         step, log = self.state.step, self.config.log
         self.seconds.append(sum(value for name, value in metrics.items() if name.startswith("seconds_")))
         wanted = (log.rollouts_every and step % log.rollouts_every == 0) or (

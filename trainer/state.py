@@ -14,6 +14,7 @@ from trainer.record.memory import PeakMemory
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.decoder import Decoder, Group
 from trainer.rollout.hooks import Hook, HookContext
+from trainer.watch.signals import Slope
 from trainer.world import World
 
 PROGRESS = ("step", "updates", "kl_coefficient", "nonfinite_in_a_row", "best")
@@ -62,6 +63,7 @@ class State:
     nonfinite_in_a_row: int = 0
     best: dict[str, Any] | None = None
     """Metric, step and value of the best evaluation so far."""
+    memory_slope: Slope = field(default_factory=Slope)
     nonfinite_losses: list[str] = field(default_factory=list)
     """Losses of this rank since the last optimizer step that are NaN or infinite, in words."""
     notes: list[str] = field(default_factory=list)

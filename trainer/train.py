@@ -11,7 +11,7 @@ from trainer.checkpoint.export import export
 from trainer.checkpoint.save import Checkpoints
 from trainer.collect import sample, score, set_advantages, share, trained
 from trainer.data.order import prompts_for_step
-from trainer.errors import RunEnd
+from trainer.errors import RunEnd, Stopped
 from trainer.evaluate import Evaluation, answer_and_score, gathered
 from trainer.measure import Stopwatch, measure_rollout, step_metrics
 from trainer.output import Output
@@ -33,6 +33,8 @@ from trainer.update import (
     take_step,
     with_gradient,
 )
+from trainer.watch.alarms import stopped_by
+from trainer.watch.signals import measure_text, top_tokens
 from trainer.world import World
 
 T = TypeVar("T")
@@ -87,8 +89,14 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     clock.lap("update")
 
     measure_rollout(completions, sums)
+    measure_text(completions, sums, state.policy.tokenizer)
+    for _, share_of_top in top_tokens(completions, world)[:1]:
+        sums.maximum("top_token_share", share_of_top)
     sums.maximum("kl_coef", state.kl_coefficient)
+    sums.maximum("held_memory_gib", state.memory.held() / 2**30)
     metrics = step_metrics(world, sums, clock.seconds, state.memory.take_peak())
+    if (slope := state.memory_slope.add(metrics["held_memory_gib"])) is not None:
+        metrics["memory_slope_mib"] = slope * 1024
     control_kl(state, metrics.get("kl"))
     return metrics, completions
 
@@ -116,7 +124,10 @@ def train(state: State, output: Output, checkpoints: Checkpoints) -> None:
             state.step += 1
             if state.step == FIRST_LOOK:
                 note_unmoved_adapters(state)
-            output.step(metrics, completions)
+            alarms = output.step(metrics, completions)
+            if reason := stopped_by(alarms, config.watch):
+                state.at_boundary()
+                raise Stopped(f"{reason}\n{where_to_go_on(checkpoints)}")
     output.exported(export(state.policy, state.engine, state.world, output.path, config))
 
 
@@ -127,8 +138,17 @@ def save(state: State, output: Output, checkpoints: Checkpoints) -> Path | None:
     step = state.boundary.progress["step"]
     if checkpoints.saved_step == step:
         return checkpoints.store.folder(step)
+    output.alarms.saved(step)
+    checkpoints.keep_good(output.alarms.good_step)
     progress = state.boundary.progress | {"output": output.progress()}
     return checkpoints.save(step, progress, state.boundary.random_states)
+
+
+def where_to_go_on(checkpoints: Checkpoints) -> str:
+    """After an alarm: from the last checkpoint that no signal spoke against, with other settings."""
+    if checkpoints.good is None:
+        return "No checkpoint is from before. Fix: begin again, with the change above."
+    return f"Last checkpoint from before: --resume {checkpoints.good} with a new run.dir, and --allow the change above."
 
 
 def evaluation_is_due(state: State, output: Output) -> bool:

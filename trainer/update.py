@@ -16,6 +16,9 @@ from trainer.models.scorer import token_scores
 from trainer.record.metrics import Sums
 from trainer.state import State
 
+KL_TAIL = 0.5
+"""Nats from which on a token's KL counts as tail: where runs that fall apart grow a second hump."""
+
 
 def kl_in_loss(state: State) -> bool:
     return state.reference is not None and state.config.grpo.kl.placement == "loss"
@@ -233,5 +236,8 @@ def measure_policy(state: State, batch: MicroBatch, scores: TokenScores, sums: S
         sums.add("kl", float(kl.sum()), tokens)
         sums.add("kl_square", float(kl.square().sum()), tokens)
         sums.maximum("kl_max", float(kl.max()))
+        sums.add("kl_tail_fraction", float((kl.abs() > KL_TAIL).sum()), tokens)
     sampled = torch.tensor([logp for c in batch.completions for logp in c.sampling_logps], device=scores.logps.device)
-    sums.add("sampling_logp_gap", float((scores.logps - sampled).abs().double().sum()), tokens)
+    gap = (scores.logps - sampled).abs().double()
+    sums.add("sampling_logp_gap", float(gap.sum()), tokens)
+    sums.maximum("sampling_logp_gap_max", float(gap.max()))

@@ -362,8 +362,8 @@ CASES = [
     ("not_yet", {"quant__bits": 4}, ["quant.bits = 4 is not available in this version; use 0."], {}),
     ("not_yet", {"optim__name": "adamw8bit"}, ["optim.name", 'use "adamw"'], {}),
     ("not_yet", {"reference__mode": "zero3"}, ["reference.mode", 'use "auto"'], {}),
-    ("not_yet", {"watch__level": "seed"}, ["watch.level", 'use "normal"'], {"watch__max_nonfinite_steps": 7}),
-    ("not_yet", {"watch__on_alarm": "stop"}, ["watch.on_alarm", 'use "warn"'], {"watch__hang_timeout": 60.0}),
+    ("not_yet", {"watch__on_alarm": "rollback"}, ["watch.on_alarm", 'use "stop"'], {"watch__on_alarm": "stop"}),
+    ("not_yet", {"watch__on_garble": "rollback"}, ["watch.on_garble", 'use "stop"'], {"watch__level": "seed"}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
     ("not_yet", {"log__histogram_every": 50}, ["log.histogram_every = 50", "use 0"], {}),
     (

@@ -12,7 +12,7 @@ FLOORS = (
     ("errors", "batch", "quiet"),
     ("config", "world", "algorithm", "record", "interrupts", "launcher"),
     ("rewards", "data", "models", "engine", "balance"),
-    ("rollout", "checkpoint", "minibatch"),
+    ("rollout", "checkpoint", "minibatch", "watch"),
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),
     ("preflight", "train"),

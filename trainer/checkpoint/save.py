@@ -40,6 +40,8 @@ class Checkpoints:
         self.store = Store(Path(config.run.dir))
         self.resumed_from: Path | None = None
         self.best: Path | None = None
+        self.good: Path | None = None
+        """The newest one from before any sign of trouble."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint."""
         self.bytes = 0
@@ -94,7 +96,7 @@ class Checkpoints:
         manifest.sync(folder)
         self.store.commit(folder, step)
         self.bytes = sum(size for size, _ in files.values())
-        protected = {kept for kept in (self.resumed_from, self.best) if kept is not None}
+        protected = {kept for kept in (self.resumed_from, self.best, self.good) if kept is not None}
         self.store.prune(self.config.checkpoint.keep, protected)
 
     def _agreed(self, work: Callable[[], T]) -> list[T]:
@@ -110,6 +112,10 @@ class Checkpoints:
             error = Stopped(f"{self.store.path}: the checkpoint cannot be written: {failed}")
         self.world.agree(error)
         return cast(list[T], self.world.gather_objects(result))
+
+    def keep_good(self, step: int | None) -> None:
+        """Pruning leaves that checkpoint alone, while the signals of the run speak against every later one."""
+        self.good = None if step is None else self.store.folder(step)
 
     def keep_best(self, folder: Path | None) -> None:
         """Pruning leaves ``folder`` alone from now on, and no longer the best one before it."""

@@ -19,9 +19,9 @@ from trainer.config.sections import (
     Reference,
     Rope,
     Run,
-    Watch,
 )
 from trainer.config.toml import dump
+from trainer.config.watch import Watch
 
 __all__ = [
     "Checkpoint",

@@ -19,8 +19,8 @@ from trainer.config.sections import (
     Quant,
     Reference,
     Run,
-    Watch,
 )
+from trainer.config.watch import Watch
 
 
 class RunConfig(Section):

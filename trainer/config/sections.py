@@ -210,24 +210,6 @@ class Reference(Section):
     )
 
 
-class Watch(Section):
-    level: Literal["quiet", "normal", "seed"] = Field(default="normal", description="How many signals raise an alarm.")
-    on_alarm: Literal["warn", "stop", "rollback"] = Field(default="warn", description="What an alarm does.")
-    max_nonfinite_steps: int = Field(
-        default=3,
-        ge=1,
-        description="Refused (non-finite) steps in a row that end the run. 3: one is bad luck, three are not.",
-    )
-    hang_timeout: float = Field(
-        default=1800.0,
-        gt=0,
-        description="Seconds without any progress of a rank after which the job ends. 1800: torch's own default.",
-    )
-    checksum_every: int = Field(
-        default=0, ge=0, description="Steps between comparisons of the weights of all ranks. 0: never."
-    )
-
-
 class Checkpoint(Section):
     every: int = Field(
         default=50,

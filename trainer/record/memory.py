@@ -42,6 +42,10 @@ class PeakMemory:
         finally:
             self.storages.__enter__()
 
+    def held(self) -> int:
+        """Bytes that tensors hold now; between two steps it stays the same, unless something is not given back."""
+        return self.storages.held if self.storages is not None else torch.cuda.memory_allocated(self.device)
+
     def take_peak(self) -> int:
         """Bytes; starts the next measurement."""
         if self.storages is not None:

@@ -77,10 +77,10 @@ class RunDirectory:
 
     def cut_after(self, step: int) -> None:
         """Takes back the records of later steps, which a run that is resumed after ``step`` makes again."""
-        metrics = self.path / "metrics.jsonl"
-        if metrics.exists():
-            kept = [row for row in read_metrics(self.path) if row["step"] <= step]
-            self._replace("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        for name in ("metrics.jsonl", "alarms.jsonl"):
+            if (self.path / name).exists():
+                kept = [row for row in read_lines(self.path / name) if row["step"] <= step]
+                self._replace(name, "".join(json.dumps(row) + "\n" for row in kept))
         for folder, pattern in (
             ("rollouts", r"step-(\d+)\.jsonl"),
             ("samples", r"step_(\d+)\.txt"),
@@ -105,6 +105,11 @@ class RunDirectory:
             raise ValueError(f"metrics of step {present.get('step')} that are not finite: {bad}")
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(present) + "\n")
+
+    def append_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """One line of alarms.jsonl."""
+        with (self.path / "alarms.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(alarm) + "\n")
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """rollouts/step-000001.jsonl: the rows of all ranks, put into global order (group, then index)."""
@@ -172,7 +177,11 @@ def check_can_write(path: Path, key: str) -> None:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, without a last line that a kill has cut."""
-    file = run_dir / "metrics.jsonl"
+    return read_lines(run_dir / "metrics.jsonl")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file of one a line, up to one that is cut; none where there is no file."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         try:

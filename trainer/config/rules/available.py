@@ -13,11 +13,11 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     "rollout.engine": (("vllm",), '"shared" or "hf"'),
     "optim.name": (("adamw8bit",), '"adamw"'),
     "reference.mode": (("zero3",), '"auto"'),
+    "watch.on_alarm": (("rollback",), '"stop"'),
+    "watch.on_garble": (("rollback",), '"stop"'),
 }
 # Keys that only take their default yet.
 FIXED = (
-    "watch.level",
-    "watch.on_alarm",
     "watch.checksum_every",
     "log.histogram_every",
 )
