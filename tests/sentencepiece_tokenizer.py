@@ -18,7 +18,11 @@ def sentencepiece_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=SIZE, special_tokens=[*special, *BYTES], limit_alphabet=2000, max_token_length=12, show_progress=False
+        vocab_size=SIZE,
+        special_tokens=[*special, *BYTES],
+        limit_alphabet=2000,
+        max_token_length=12,
+        show_progress=False,
     )
     bpe.train_from_iterator((word for text in texts for word in text.split(" ")), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

@@ -100,10 +100,17 @@ def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def hosts(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Check a hostfile and print its hosts, slots and ranks."""
+    """Check a hostfile and print its hosts, slots and ranks; with --probe, what each of them has."""
     from trainer.launcher.hosts import read_hostfile, table
+    from trainer.launcher.survey import compared, problems, survey
 
-    sys.stdout.write(table(read_hostfile(arguments.hostfile)) + "\n")
+    found = read_hostfile(arguments.hostfile)
+    sys.stdout.write(table(found) + "\n")
+    if arguments.probe:
+        answers = survey(found)
+        sys.stdout.write(f"\n{side_by_side}\n" if (side_by_side := compared(found, answers)) else "")
+        if wrong := problems(found, answers):
+            raise Refused("these hosts cannot train together:\n" + "\n".join(f"  {one}." for one in wrong))
     return 0
 
 
@@ -263,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.set_defaults(command=doctor)
     sub = commands.add_parser("hosts", help=hosts.__doc__, description=hosts.__doc__, allow_abbrev=False)
     sub.add_argument("hostfile", metavar="HOSTFILE")
+    sub.add_argument("--probe", action="store_true", help="ask every host over ssh, and compare what they have")
     sub.set_defaults(command=hosts)
     sub = commands.add_parser("export", help=export.__doc__, description=export.__doc__, allow_abbrev=False)
     sub.add_argument("source", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step-000010, or RUN_DIR")

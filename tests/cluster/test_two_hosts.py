@@ -310,6 +310,16 @@ def test_b82_hosts_that_do_not_serve_are_named_with_the_fix(hosts: Hosts) -> Non
     assert not (hosts.folder / "out").exists()
 
 
+def test_what_two_hosts_have_side_by_side(hosts: Hosts) -> None:
+    (hosts.folder / "probed.txt").write_text("hosta slots=1\nhostb slots=1\n")
+    ended = run(hosts, *TRAIN[:3], "hosts", "probed.txt", "--probe")
+    assert ended.code == 0, ended.out
+    rows = {line.split("  ")[0].strip(): line.split() for line in ended.out.splitlines()}
+    assert rows["host"][1:] == ["hosta", "hostb"] and "!" not in ended.out
+    assert rows["address"][1] != rows["address"][2] and rows["torch"][1] == rows["torch"][2]
+    assert "-" not in rows["interface"][1:] and rows["clock"][1].startswith(("+0.", "-0."))
+
+
 LISTENER = """
 import socket, time
 listener = socket.create_server(("", 0))

@@ -1,12 +1,22 @@
 """Runs on every host before the ranks do: fed through ssh to its Python, so it needs the standard library alone."""
 
 import base64
+import fcntl
+import importlib.metadata
 import json
 import os
+import platform
+import shutil
 import socket
+import struct
+import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
+
+SIOCGIFADDR = 0x8915
+"""Linux: the address of an interface."""
 
 SECONDS_TO_APPEAR = 3.0
 """A file that another host has just written may take a while on a network file system."""
@@ -15,14 +25,69 @@ SECONDS_TO_APPEAR = 3.0
 def look(ask: dict[str, Any]) -> dict[str, Any]:
     """``missing``: those of ``paths`` that are not here. ``address``: of this host, as ``peer`` would reach it.
 
-    ``port``: the one asked for, 0 for any; None when it is in use.
+    ``port``: the one asked for, 0 for any; None when it is in use. ``facts``: of this machine, where asked for.
     """
     deadline = time.monotonic() + SECONDS_TO_APPEAR
     while missing := [path for path in ask["paths"] if not os.path.exists(path)]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    return {"missing": missing, "address": _address(ask["peer"]), "port": _port(ask["port"])}
+    address = _address(ask["peer"])
+    answer = {"missing": missing, "address": address, "port": _port(ask["port"])}
+    return answer | {"facts": _facts(address, **ask["facts"])} if "facts" in ask else answer
+
+
+def _facts(address: str, *, packages: Iterable[str], root: str, folder: str) -> dict[str, Any]:
+    """Bytes and seconds since 1970; None of what is not there."""
+    versions: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    cards = _said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
+    commit, changed = (
+        _said("git", "-C", root, "rev-parse", "--short", "HEAD"),
+        _said("git", "-C", root, "status", "-suno"),
+    )
+    return {
+        "python": platform.python_version(),
+        "packages": versions,
+        "revision": commit and commit + (" and changes" if changed else ""),
+        "gpus": cards.splitlines(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": _available_memory(),
+        "disk": shutil.disk_usage(folder).free if os.path.isdir(folder) else None,
+        "shared": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
+        "interface": _interface(address),
+        "clock": time.time(),
+    }
+
+
+def _available_memory() -> int:
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _said(*command: str) -> str:
+    """What a program prints; nothing where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _interface(address: str) -> str:
+    """The one that has this IPv4 address: what GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME would name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
 
 
 def _address(peer: str) -> str:

@@ -64,7 +64,7 @@ def meet(hosts: Sequence[Host], paths: Sequence[Path], shared: Path, port: int) 
         for n in range(len(hosts))
     ]
     with ThreadPoolExecutor(max_workers=32) as pool:
-        answers = list(pool.map(_ask, hosts, asks))
+        answers = list(pool.map(ask, hosts, asks))
     problems = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, str):
@@ -89,7 +89,7 @@ def meet(hosts: Sequence[Host], paths: Sequence[Path], shared: Path, port: int) 
     return Meeting(first["address"], first["port"])
 
 
-def _ask(host: Host, ask: dict[str, Any]) -> dict[str, Any] | str:
+def ask(host: Host, ask: dict[str, Any]) -> dict[str, Any] | str:
     """The probe's answer, or the reason for none and its fix."""
     question = base64.urlsafe_b64encode(json.dumps(ask).encode()).decode()
     command = [*SSH, host.name, sys.executable, "-I", "-", question]

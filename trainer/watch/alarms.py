@@ -159,7 +159,6 @@ def stopped_by(alarms: Sequence[Alarm], settings: Watch) -> str:
     wanted = [
         alarm.line()
         for alarm in alarms
-        if alarm.event == "raised"
-        and (settings.on_garble if alarm.alarm == "garble" else settings.on_alarm) == "stop"
+        if alarm.event == "raised" and (settings.on_garble if alarm.alarm == "garble" else settings.on_alarm) == "stop"
     ]
     return "\n".join(wanted)

@@ -62,8 +62,8 @@ CAUSES: dict[str, Cause] = {
     ),
     "pull_too_strong": Cause(
         "the KL term weighs as much as the reward",
-        "where the KL grows, lower optim.lr or go back to a checkpoint from before: a smaller grpo.kl.coef would let it "
-        "drift on; where the reward is low, look at the reward first",
+        "where the KL grows, lower optim.lr or go back to a checkpoint from before: with a smaller grpo.kl.coef it "
+        "would drift on; where the reward is low, look at the reward first",
     ),
     "runs_on": Cause(
         "completions no longer end by themselves",

@@ -18,7 +18,7 @@ LIMITS: dict[str, float] = {
     "token_loop": 0.5,  # tokens in the longest run of one id
     "ngram_loop": 0.6,  # tokens in the longest stretch that repeats 2 to 32 ids
     "repetition": 0.9,  # 4-grams that are there before
-    "respelled": 0.07,  # tokens that the tokenizer would not write this text with
+    "respelled": 0.08,  # tokens that the tokenizer would not write this text with
     "scripts": 0.03,  # letters of a second foreign script, a third, ...
     "beyond": 0.0,  # ids that the tokenizer does not have
     "control": 0.01,  # control, private or unassigned characters
@@ -33,12 +33,13 @@ LONGEST_PERIOD = 32
 REPETITIVE_PROMPT = 0.6
 """Repeated 4-grams of a prompt, a grid of zeros say, whose answer may repeat itself as well."""
 
-_CONTINUES = "[\u0080-\u00bf\u0122-\u0143]"
+_CONTINUES = "[\u0080-\u00aa\u00ac-\u00ba\u00bc-\u00bf\u0122-\u0143]"
+"""Letters of the bytes 0x80 to 0xBF; without two quotation marks, which close German words in -\u00df."""
 RAW_BYTES = re.compile(
     # SentencePiece's spelling of a byte.
     r"<0x[0-9A-F]{2}>"
     # Byte-level BPE writes space, newline and tab as these letters; Maltese has the first two at the head of a word.
-    r"|(?:(?<![\s\w])|(?<=[a-z0-9]))[\u0120\u010a]|[\u0120\u010a](?=[\u0120\u010a])"
+    r"|(?:(?<![\s\w'-])|(?<=[a-z0-9]))[\u0120\u010a]|[\u0120\u010a](?=[\u0120\u010a])"
     # A character of 2, 3 or 4 bytes of UTF-8, one letter a byte, by the table of byte-level BPE or as Latin-1.
     rf"|[\u00c2-\u00df]{_CONTINUES}|[\u00e0-\u00ef]{_CONTINUES}{{2}}|[\u00f0-\u00f4]{_CONTINUES}{{3}}"
 )
@@ -137,6 +138,8 @@ def raw_byte_share(text: str, prompt: str) -> float:
 
 
 def control_share(text: str, prompt: str) -> float:
+    if text.isprintable():
+        return 0.0
     found = {character: count for character, count in Counter(text).items() if is_control(character)}
     return sum(count for character, count in found.items() if character not in prompt) / max(1, len(text))
 

@@ -22,13 +22,16 @@ class Reading:
     """Back far enough that an alarm ends; between the two nothing changes."""
 
 
+Read = Callable[[Numbers, Numbers, Numbers], Reading | None]
+
+
 @dataclass(frozen=True)
 class Rule:
     """An alarm by name, its signal by the metric's key."""
 
     alarm: str
     signal: str
-    read: Callable[[Numbers, Numbers, Numbers], Reading | None]
+    read: Read
     """(row, beginning, limits); None where the signal does not exist."""
     patience: int
     """Steps in a row past the limit that raise the alarm."""
@@ -38,7 +41,9 @@ class Rule:
     """Has no setting of its own, and is off at the level "quiet"."""
 
 
-def above(signal: str, limit: Callable[[Numbers, Numbers], float], *, clear: float = 0.5) -> Callable[..., Reading | None]:
+def above(
+    signal: str, limit: Callable[[Numbers, Numbers], float], *, clear: float = 0.5
+) -> Callable[..., Reading | None]:
     """Past ``limit(beginning, limits)``; clear below the point that lies ``clear`` of the way up from the beginning."""
 
     def read(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
@@ -54,7 +59,7 @@ def between(low: float, high: float, share: float) -> float:
     return low + (high - low) * share if math.isfinite(high) else high
 
 
-def against(signal: str, limit: Callable[[float], float], at_least: float = 0.0) -> Callable[..., Reading | None]:
+def against(signal: str, limit: Callable[[float], float], at_least: float = 0.0) -> Read:
     """``above`` with a limit that follows from the signal's own beginning."""
     return above(signal, lambda begin, _: max(at_least, limit(begin[signal])) if signal in begin else math.inf)
 
@@ -90,7 +95,7 @@ def kl(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     return Reading(row["kl"], limit, None, row["kl"] > limit, row["kl"] < limit / 2)
 
 
-def below(signal: str, floor: Callable[[Numbers, Numbers], float]) -> Callable[..., Reading | None]:
+def below(signal: str, floor: Callable[[Numbers, Numbers], float]) -> Read:
     """Past the limit under ``floor(beginning, limits)``; clear half as much again above it."""
 
     def read(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:

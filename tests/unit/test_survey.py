@@ -1,0 +1,114 @@
+"""What --probe makes of the hosts' answers; the answers of real hosts are in tests/cluster."""
+
+import copy
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.__main__ import main
+from trainer.launcher import survey
+from trainer.launcher.hosts import Host
+from trainer.launcher.probe import _interface, look
+from trainer.launcher.reach import PACKAGE_ROOT
+
+HOSTS = [Host("a", 1), Host("b.example.com", 4), Host("c", 1)]
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def answer() -> dict[str, Any]:
+    """Of this machine."""
+    facts = {"packages": survey.PACKAGES, "root": str(PACKAGE_ROOT), "folder": str(Path.cwd())}
+    found = look({"paths": ["/"], "peer": "localhost", "port": 0, "facts": facts})
+    assert abs(time.time() - found["facts"]["clock"]) < 60
+    found["facts"]["clock"] = 0.0
+    return found
+
+
+def changed(answer: dict[str, Any], **facts: object) -> dict[str, Any]:
+    other = copy.deepcopy(answer)
+    other["facts"].update(facts)
+    return other
+
+
+def test_a_host_tells_what_it_has(answer: dict[str, Any]) -> None:
+    facts = answer["facts"]
+    assert facts["packages"]["torch"].startswith("2.") and all(facts["packages"].values())
+    assert facts["cores"] == len(os.sched_getaffinity(0)) and facts["memory"] > GIB / 4 and facts["disk"] > 0
+    assert _interface("127.0.0.1") == "lo" and _interface("192.0.2.255") == ""
+
+
+def test_hosts_that_agree_have_no_problem(answer: dict[str, Any]) -> None:
+    answers = [answer, copy.deepcopy(answer), changed(answer, cores=64)]
+    assert survey.problems(HOSTS, answers) == []
+    lines = survey.compared(HOSTS, answers).splitlines()
+    assert lines[0].split() == ["host", "a", "b.example.com", "c"] and lines[1].split() == ["slots", "1", "4", "1"]
+    assert not any(line.startswith("!") for line in lines)
+    torch = next(line for line in lines if line.startswith("torch ")).split()
+    assert torch == ["torch", *[answer["facts"]["packages"]["torch"]] * 3]
+
+
+def test_what_differs_is_marked_and_named(answer: dict[str, Any]) -> None:
+    other = changed(answer, packages=answer["facts"]["packages"] | {"torch": "2.1", "bitsandbytes": None})
+    found = survey.problems(HOSTS, [answer, other, "not reachable: no route. Fix: a cable"])
+    mine = answer["facts"]["packages"]
+    assert found == [
+        "c: not reachable: no route. Fix: a cable",
+        f"torch: 2.1 and {mine['torch']}. Fix: the same on every host",
+        f"bitsandbytes: {mine['bitsandbytes']} and none. Fix: the same on every host",
+    ]
+    lines = survey.compared(HOSTS, [answer, other, "not reachable"]).splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("!")] == ["torch", "bitsandbytes"]
+    assert lines[0].split() == ["host", "a", "b.example.com"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"clock": -90.0}, "b.example.com: its clock is -90 s off this one. Fix: let NTP set both"),
+        ({"gpus": ["A10"] * 2}, "b.example.com: slots=4, but 2 GPU(s). Fix: b.example.com slots=2"),
+        (
+            {"gpus": ["A10"] * 4, "shared": GIB // 16},
+            "b.example.com: /dev/shm has 0.06 GiB. Fix: docker run --shm-size=8g, or --ipc=host",
+        ),
+        (
+            {"disk": None},
+            f"b.example.com: has no folder {Path.cwd()}. Fix: start where every host has one, shared by all",
+        ),
+    ],
+)
+def test_what_keeps_a_host_from_training(answer: dict[str, Any], facts: dict[str, Any], expected: str) -> None:
+    mates = changed(answer, gpus=["A10"] if "gpus" in facts else [])
+    assert survey.problems(HOSTS, [mates, changed(answer, **facts), mates]) == [expected]
+
+
+def test_a_host_without_cards_among_others(answer: dict[str, Any]) -> None:
+    """Its driver does not answer, say."""
+    with_cards = changed(answer, gpus=["A10"] * 4)
+    (found,) = survey.problems(HOSTS, [with_cards, with_cards, answer])
+    assert found == "c: slots=1, but 0 GPU(s). Fix: take it out of the hostfile, or repair its driver"
+
+
+@pytest.mark.parametrize(("ahead", "told"), [(0.0, 0.0), (30.0, 30.0), (-30.0, -30.0)])
+def test_clocks_are_read_between_question_and_answer(
+    answer: dict[str, Any], ahead: float, told: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "ask", lambda host, question: changed(answer, clock=time.time() + ahead))
+    for one in survey.survey(HOSTS):
+        assert not isinstance(one, str) and one["facts"]["clock"] == pytest.approx(told, abs=0.5)
+
+
+def test_hosts_that_do_not_answer_end_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\n")
+    monkeypatch.setattr(survey, "ask", lambda host, question: "not reachable: no route. Fix: a cable")
+    assert main(["hosts", str(tmp_path / "hosts"), "--probe"]) == 2
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "refused: these hosts cannot train together:",
+        "  a: not reachable: no route. Fix: a cable.",
+        "  b: not reachable: no route. Fix: a cable.",
+    ]
