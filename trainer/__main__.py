@@ -83,18 +83,11 @@ def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Name what is wrong with a run, by cause: from its records, or by loading and asking its parts."""
-    _prepare_libraries()
     with contextlib.redirect_stdout(sys.stderr):  # what is said on the way is not the diagnosis
-        if (target := Path(arguments.target)).is_dir():
-            from trainer.doctor.recorded import diagnose_run_dir
+        _prepare_libraries()
+        from trainer.doctor.command import diagnose
 
-            if overrides:
-                raise Refused(f"doctor {target}: a run that is recorded takes no {' '.join(overrides)}.")
-            found = diagnose_run_dir(target)
-        else:
-            from trainer.doctor.command import diagnose_run_file
-
-            found = diagnose_run_file(arguments.target, overrides)
+        found = diagnose(arguments.target, overrides)
     sys.stdout.write((json.dumps(found.record(), indent=2) if arguments.json else found.text()) + "\n")
     return 1 if found.causes else 0
 
@@ -266,7 +259,6 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("doctor", help=doctor.__doc__, description=doctor.__doc__, allow_abbrev=False)
     sub.add_argument("target", metavar="RUN_DIR|RUN.toml")
     sub.add_argument("--json", action="store_true", help="the same with stable names")
-    sub.epilog = "Any key of the run file can be overridden: --section.key value"
     sub.set_defaults(command=doctor)
     sub = commands.add_parser("hosts", help=hosts.__doc__, description=hosts.__doc__, allow_abbrev=False)
     sub.add_argument("hostfile", metavar="HOSTFILE")

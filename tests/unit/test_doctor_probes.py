@@ -19,9 +19,8 @@ from tests.tiny_run import PROMPTS, RUN_FILE, run_config, write_run
 from trainer.__main__ import main
 from trainer.algorithm.loss import Objective
 from trainer.batch import Completion, PackedRows
-from trainer.config.grpo import Rollout
-from trainer.doctor.command import ask
 from trainer.doctor.finding import Diagnosis
+from trainer.doctor.live import ask
 from trainer.doctor.parts import Parts, load_parts
 from trainer.world import World
 
@@ -46,7 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def loaded(folder: Path, world: World, settings: dict[str, Any] | None = None, reward: str = "spread") -> Iterator[Parts]:
+def loaded(
+    folder: Path, world: World, settings: dict[str, Any] | None = None, reward: str = "spread"
+) -> Iterator[Parts]:
     parts = load_parts(run_config(folder, FULL | (settings or {}), reward=reward), folder, world)
     yield parts
     parts.state.engine.close()
@@ -75,7 +76,7 @@ def test_a_healthy_run_has_no_cause(folder: Path, world: World, settings: dict[s
 
 def reference_theta(parts: Parts, patch: pytest.MonkeyPatch) -> None:
     rotary = parts.state.reference.copy.causal.model.rotary_emb  # type: ignore[union-attr]
-    rotary.inv_freq = 10000.0 ** -(torch.arange(0, 8, 2) / 8) ** 0.5
+    rotary.inv_freq = 10000.0 ** -((torch.arange(0, 8, 2) / 8) ** 0.5)
 
 
 def reference_from_elsewhere(parts: Parts, patch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,12 @@ def kl_inverted(parts: Parts, patch: pytest.MonkeyPatch) -> None:
 def kl_without_gradient(parts: Parts, patch: pytest.MonkeyPatch) -> None:
     real = trainer.update.sampled_kl
     patch.setattr(trainer.update, "sampled_kl", lambda logps, *rest: real(logps.detach(), *rest) + 0 * logps)
+
+
+def coefficient_divided(parts: Parts, patch: pytest.MonkeyPatch) -> None:
+    """As by the number of ranks."""
+    real = trainer.update.sampled_kl
+    patch.setattr(trainer.update, "sampled_kl", lambda *arguments: real(*arguments) / 4)
 
 
 def mean_of_each_pass(parts: Parts, patch: pytest.MonkeyPatch) -> None:
@@ -191,6 +198,7 @@ BROKEN: dict[str, tuple[Callable[[Parts, pytest.MonkeyPatch], None], str]] = {
     "sign of the loss": (loss_inverted, "loss_sign"),
     "sign of the kl": (kl_inverted, "kl_sign"),
     "kl without gradient": (kl_without_gradient, "kl_no_gradient"),
+    "coefficient / ranks": (coefficient_divided, "coefficient_scaled"),
     "mean of each pass": (mean_of_each_pass, "normalisation"),
     "temperature": (sampled_hotter, "temperature_mismatch"),
     "repetition penalty": (penalty_leaks, "filtered_sampling"),
@@ -234,7 +242,9 @@ def test_ids_of_another_tokenizer(folder: Path, world: World, tmp_path: Path) ->
     content = json.loads(file.read_text())
     vocab = content["model"]["vocab"]
     plain = [token for token, number in vocab.items() if number < 297]
-    content["model"]["vocab"] = vocab | dict(zip(plain, (vocab[one] for one in [*plain[37:], *plain[:37]]), strict=True))
+    content["model"]["vocab"] = vocab | dict(
+        zip(plain, (vocab[one] for one in [*plain[37:], *plain[:37]]), strict=True)
+    )
     file.write_text(json.dumps(content))
     with loaded(tmp_path, world) as parts:
         found = ask(parts, "tiny")
@@ -252,11 +262,12 @@ def test_the_command(
 ) -> None:
     """Exit codes, --json, overrides, and what a run would be refused for."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("trainer.doctor.command.connect", lambda *_, **__: world)
-    monkeypatch.setattr("trainer.doctor.command.disconnect", lambda: None)
+    monkeypatch.setattr("trainer.doctor.live.connect", lambda *_, **__: world)
+    monkeypatch.setattr("trainer.doctor.live.disconnect", lambda: None)
     Path("run.toml").write_text(RUN_FILE)
     assert main(["doctor", "run.toml", "--json", "--lora.r", "0"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr().out
+    found = json.loads(said[said.index("{") :])
     assert found["healthy"] and found["causes"] == [] and "kl_direction" in found["fine"]
     assert main(["doctor", "run.toml", "--rollout.max_new_tokens", "4000"]) == 1
     assert "1. rope_window" in capsys.readouterr().out
@@ -268,4 +279,3 @@ def test_settings_that_filter_are_a_cause_of_their_own(folder: Path, world: Worl
     with loaded(folder, world, {"rollout.repetition_penalty": 1.7}) as parts:
         (cause,) = ask(parts, "tiny").causes
     assert (cause.cause, cause.evidence["explained_by"]) == ("filtered_sampling", "the run's own settings")
-    assert isinstance(parts.state.config.rollout, Rollout)

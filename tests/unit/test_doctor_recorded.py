@@ -12,7 +12,8 @@ from trainer.__main__ import main
 from trainer.config import dump
 from trainer.doctor.causes import CAUSES
 from trainer.doctor.finding import EXPLAINS, Diagnosis, Finding, ranked
-from trainer.doctor.recorded import Recorded, diagnose, read
+from trainer.doctor.recorded import diagnose_records as diagnose
+from trainer.doctor.records import Recorded, read
 from trainer.errors import Refused
 
 TOKENS = {"hello": 0, "\u0120world": 1, "42": 2, "!": 3, "<|im_end|>": 4}
@@ -103,10 +104,13 @@ CHANGED: dict[str, tuple[Change, str]] = {
     "dropout": (lambda row: {"kl": row["kl"] + 0.02, "sampling_logp_gap": 0.15}, "dropout"),
     "dynamic rope": (lambda row: {"sampling_logp_gap": 0.3}, "sampling_differs"),
     "coefficient / ranks": (lambda row: {"kl_coef": 0.01}, "coefficient_scaled"),
-    "kl runs away": (lambda row: {"kl": min(30.0, 1e-5 * 1.7 ** row["step"])}, "kl_sign"),
+    "kl runs away": (lambda row: {"kl": 1e-6 * 1.7 ** row["step"] if row["step"] > 1 else 0.0}, "kl_sign"),
     "kl at once": (lambda row: {"kl": 0.9 if row["step"] > 4 else row["kl"]}, "update_too_large"),
     "reference moves": (lambda row: {"kl": 0.0}, "reference_moves"),
-    "reward falls": (lambda row: {"reward_mean": 0.6 - 0.02 * row["step"], "kl": 0.0001 * row["step"]}, "wrong_direction"),
+    "reward falls": (
+        lambda row: {"reward_mean": 0.6 - 0.02 * row["step"], "kl": 0.0001 * row["step"] - 0.0001},
+        "wrong_direction",
+    ),
     "no gradient": (lambda row: {"grad_norm": 0.0, "kl": 0.0}, "no_gradient"),
     "constant": (
         lambda row: {"reward_std": 0.0, "reward_mean": 1.0, "zero_std_fraction": 1.0, "grad_norm": 0.0, "kl": 0.0},
@@ -126,7 +130,7 @@ CHANGED: dict[str, tuple[Change, str]] = {
         "nothing_to_choose",
     ),
     "word salad": (
-        lambda row: {"garble_rate": row["step"] / 30, "garble/scripts": row["step"] / 30, "kl": row["step"] / 10},
+        lambda row: {"garble_rate": row["step"] / 30, "garble/scripts": row["step"] / 30, "kl": row["step"] / 10 - 0.1},
         "update_too_large",
     ),
     "clipped": (lambda row: {"clip_fraction": 0.9 if row["step"] > 15 else 0.0}, "off_policy"),
@@ -248,9 +252,7 @@ def test_the_command_reads_a_run_directory(tmp_path: Path, capsys: pytest.Captur
     assert main(["doctor", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "no cause found" in said and "- coefficient: " in said
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(row | {"kl_coef": 0.02}) + "\n" for row in run.metrics)
-    )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | {"kl_coef": 0.02}) + "\n" for row in run.metrics))
     assert main(["doctor", str(tmp_path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["healthy"], found["causes"][0]["cause"]) == (False, "coefficient_scaled")

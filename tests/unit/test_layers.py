@@ -16,7 +16,7 @@ FLOORS = (
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),
     ("preflight", "train"),
-    ("run",),
+    ("run", "doctor"),
     ("__main__",),
 )
 """A folder or file of trainer/ imports from lower floors and from itself. README.md shows the same numbers."""

@@ -51,7 +51,7 @@ CAUSES: dict[str, Cause] = watch.CAUSES | {
     ),
     "padding_changes_scores": Cause(
         "a completion's log-probs depend on what else is in the batch: attention mask or positions are wrong",
-        "check attention mask and positions of padded or packed rows; try model.attn = \"eager\"",
+        'check attention mask and positions of padded or packed rows; try model.attn = "eager"',
     ),
     "kl_wrong": Cause(
         "the KL is none: a policy that is its own reference, or a uniform reference, gives another value than it must",

@@ -34,8 +34,8 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "reward_constant": frozenset({"nothing_to_choose", "no_gradient"}),
     "group_layout": frozenset({"wrong_direction"}),
     "wrong_direction": frozenset({"stopped"}),
-    "update_too_large": frozenset({"stopped", "nothing_to_choose", "outliers", "off_policy", "runs_on"}),
-    "nothing_to_choose": frozenset({"stopped", "reward_constant"}),
+    "update_too_large": frozenset({"stopped", "nothing_to_choose", "outliers", "off_policy", "runs_on", "decoding"}),
+    "nothing_to_choose": frozenset({"stopped", "reward_constant", "decoding"}),
     "not_from_training": frozenset({"stopped", "runs_on"}),
 }
 """A cause, and what follows from it in other places."""
@@ -120,7 +120,7 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
         cause
         for one in by_cause.values()
         if one.confidence >= CERTAIN_ENOUGH
-        for cause in EXPLAINS.get(one.cause, ()) - {one.cause}
+        for cause in EXPLAINS.get(one.cause, frozenset()) - {one.cause}
         # Of two that explain each other, the surer one.
         if cause in by_cause
         and (one.cause not in EXPLAINS.get(cause, ()) or one.confidence >= by_cause[cause].confidence)

@@ -32,6 +32,8 @@ class Parts:
     """Of the whole run, not of the short completions here."""
     completions: list[Completion]
     """Sampled by the run's decoder, not scored; empty where nothing could be sampled."""
+    moved: float = 0.0
+    """Length of the steps that probes have taken, in the space of the trained weights."""
 
     @property
     def same(self) -> float:
@@ -50,7 +52,7 @@ def load_parts(config: RunConfig, folder: Path, world: World) -> Parts:
 def _asking(checked: Checked, world: World) -> Checked:
     """Plain gradient descent on one process: a step of a known length, that remembers nothing of the one before."""
     config = checked.config
-    engine = {"deepspeed": "zero2", "micro_batch": 0}
+    engine: dict[str, object] = {"deepspeed": "zero2", "micro_batch": 0}
     if config.engine.gradient_checkpointing == "auto":
         engine["gradient_checkpointing"] = "on" if world.device.type == "cuda" else "off"
     config = config.model_copy(
@@ -67,9 +69,13 @@ def _asking(checked: Checked, world: World) -> Checked:
             "grpo": config.grpo.model_copy(update={"updates_per_rollout": 1}),
         }
     )
-    dtype = "bf16" if checked.dtype == torch.bfloat16 else "fp32"
-    hidden = checked.model_config.get_text_config(decoder=True).hidden_size
-    return replace(checked, config=config, deepspeed=resolve(config, world.size, dtype=dtype, hidden_size=hidden))
+    deepspeed = resolve(
+        config,
+        world.size,
+        dtype="bf16" if checked.dtype == torch.bfloat16 else "fp32",
+        hidden_size=checked.model_config.get_text_config(decoder=True).hidden_size,
+    )
+    return replace(checked, config=config, deepspeed=deepspeed)
 
 
 def sample(parts: Parts) -> None:
@@ -117,7 +123,11 @@ def gradient_norm(state: State, completions: Sequence[Completion]) -> float:
     return state.engine.step(0.0).grad_norm
 
 
-
-
 def of_kl_alone(completions: Sequence[Completion]) -> list[Completion]:
     return [replace(one, advantage=0.0, reward=0.0) for one in completions]
+
+
+def one_pass_each(state: State) -> State:
+    """The same run with one completion in each forward pass."""
+    engine = state.config.engine.model_copy(update={"micro_batch": 1})
+    return replace(state, config=state.config.model_copy(update={"engine": engine}))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from trainer.batch import Completion, Prompt, ReferenceScores
+from trainer.batch import Completion, ReferenceScores
 from trainer.data.stops import declared_eos
 from trainer.doctor.finding import Finding
 from trainer.doctor.parts import Parts, logps, reference_logps
@@ -16,6 +16,7 @@ from trainer.models.fingerprint import fingerprint
 from trainer.models.rope_built import check_built, same_rope
 from trainer.models.vocabulary import difference, embedding_rows, vocabulary_of
 from trainer.rollout.rope_guard import check_window
+from trainer.state import State
 from trainer.update import forward, kl_of, passes
 
 LONGEST_READ = 256
@@ -65,11 +66,15 @@ def finite_weights(parts: Parts) -> Finding | str:
     return f"every weight of {' and '.join(models)}"
 
 
-def as_completion(prompt: Prompt, place: int) -> Completion:
-    """A prompt as the completion of its own first token, so that training's own pass scores it."""
-    ids = prompt.ids[1:LONGEST_READ]
-    first = replace(prompt, ids=prompt.ids[:1])
-    return Completion(place, 0, first, ids, (0.0,) * len(ids), "length", "", reward=0.0, advantage=1.0)
+def prompts_read(state: State, most: int) -> list[Completion]:
+    """Prompts as completions of their own first token, so that training's own pass scores them."""
+    found = []
+    for place, prompt in enumerate(state.prompts[:most]):
+        ids = prompt.ids[1:LONGEST_READ]
+        if ids:
+            first, unknown = replace(prompt, ids=prompt.ids[:1]), (0.0,) * len(ids)
+            found.append(Completion(place, 0, first, ids, unknown, "length", "", reward=0.0, advantage=1.0))
+    return found
 
 
 def rope(parts: Parts) -> Finding | str:
@@ -98,16 +103,18 @@ def reference_weights(parts: Parts) -> Finding | str:
     if reference is None or reference.copy is None:
         return ""
     if fingerprint(parts.state.policy.causal) != fingerprint(reference.copy.causal):
-        return Finding("reference_differs", 0.95, {"weights": "differ from those of the policy", "kind": reference.kind})
+        return Finding(
+            "reference_differs", 0.95, {"weights": "differ from those of the policy", "kind": reference.kind}
+        )
     return f"{reference.kind}, weights as the policy's"
 
 
 def kl_at_step_0(parts: Parts) -> Finding | str:
     """Policy and reference agree on every token before any update, so KL is 0 and nothing pulls."""
     state = parts.state
-    if state.reference is None:
+    read = prompts_read(state, 16)
+    if state.reference is None or not read:
         return ""
-    read = [as_completion(prompt, place) for place, prompt in enumerate(state.prompts[:16]) if len(prompt.ids) > 1]
     apart = (logps(state, read) - reference_logps(state, read)).abs()
     evidence = {"nats_apart": float(apart.mean()), "largest": float(apart.max()), "equal_below": parts.same}
     if not apart.mean() < parts.same:
@@ -122,9 +129,10 @@ def kl_values(parts: Parts) -> Finding | str:
     sum_i p_i (ln p_i - ln 1/V) = ln V - H(p), for the V columns of the head.
     """
     state = parts.state
-    if state.reference is None:
+    read = prompts_read(state, 4)
+    if state.reference is None or not read:
         return ""
-    batch = passes(state, [as_completion(state.prompts[0], 0)])[0]
+    batch = passes(state, read)[0]
     exact = state.config.grpo.kl.estimator == "exact"
     found = state.engine(batch.rows, return_hidden=True)
     batch.reference = ReferenceScores(found["logps"], found["hidden"] if exact else None)
@@ -147,8 +155,8 @@ def dropout(parts: Parts) -> Finding | str:
     Both: a new adapter's dropout shows in no number before its first update.
     """
     state = parts.state
-    read = [as_completion(prompt, place) for place, prompt in enumerate(state.prompts[:4]) if len(prompt.ids) > 1]
-    apart = float((logps(state, read) - logps(state, read)).abs().max())
+    read = prompts_read(state, 4)
+    apart = float((logps(state, read) - logps(state, read)).abs().max()) if read else 0.0
     on = list(dropping(state.engine.module))
     if apart > parts.same / 10 or on:
         evidence = {"two_passes_apart": apart, "modules": len(on), "first": on[0] if on else "none by that name"}

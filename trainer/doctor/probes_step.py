@@ -7,11 +7,23 @@ from dataclasses import replace
 import torch
 
 from trainer.doctor.finding import Finding
-from trainer.doctor.parts import Parts, accumulate, differing, gradient_norm, logps, of_kl_alone, reference_logps
-from trainer.update import global_count, kl_in_loss
+from trainer.doctor.parts import (
+    Parts,
+    accumulate,
+    differing,
+    gradient_norm,
+    logps,
+    of_kl_alone,
+    one_pass_each,
+    reference_logps,
+)
+from trainer.update import global_count, kl_in_loss, passes
 
 GAIN = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Nats by which a step shall raise the mean of advantage x log-prob, by dtype: above its rounding, below curvature."""
+
+FALL = 0.1
+"""Share by which a step on the KL term shall lower the squared log-ratio."""
 
 
 def passes_alike(parts: Parts) -> Finding | str:
@@ -21,9 +33,7 @@ def passes_alike(parts: Parts) -> Finding | str:
     """
     state = replace(parts.state, kl_coefficient=0.0)
     completions = differing(parts.completions)
-    one = state.config.engine.model_copy(update={"micro_batch": 1})
-    split = replace(state, config=state.config.model_copy(update={"engine": one}))
-    whole, apart = gradient_norm(state, completions), gradient_norm(split, completions)
+    whole, apart = gradient_norm(state, completions), gradient_norm(one_pass_each(state), completions)
     evidence = {"grad_norm_one_pass": whole, "grad_norm_split": apart}
     if not math.isfinite(whole + apart):
         return Finding("non_finite", 0.9, evidence)
@@ -37,8 +47,8 @@ def passes_alike(parts: Parts) -> Finding | str:
 def direction(parts: Parts) -> Finding | str:
     """A step of plain descent, lr g, changes sum(w A ln p) / N by lr |g|^2, if g is the gradient of its negative.
 
-    Advantages are made, +1 and -1 within each group. A wrong sign gives the negative; a gradient s times too large gives
-    1/s of it. The reference must not move with the policy.
+    Advantages are made, +1 and -1 within each group. A wrong sign gives the negative; a gradient s times too large
+    gives 1/s of it. The reference must not move with the policy.
     """
     state = replace(parts.state, kl_coefficient=0.0)
     completions = differing(parts.completions)
@@ -51,11 +61,17 @@ def direction(parts: Parts) -> Finding | str:
     batches = accumulate(state, completions)
     weights = torch.cat([batch.weights * batch.advantages()[batch.rows.completion] for batch in batches]).cpu()
     state.engine.step(wanted / norm**2)
+    parts.moved = wanted / norm
     moved = logps(state, completions) - before
     gain = float((weights * moved).sum()) / global_count(state, completions)
     evidence = {"expected_gain": wanted, "gain": gain, "grad_norm": norm}
-    if state.reference and (away := float((reference_logps(state, completions) - stands).abs().max())) > parts.same / 10:
-        return Finding("reference_moves", 0.95, {"reference_moved_by": away, "policy_moved_by": float(moved.abs().max())})
+    if (
+        state.reference
+        and (away := float((reference_logps(state, completions) - stands).abs().max())) > parts.same / 10
+    ):
+        return Finding(
+            "reference_moves", 0.95, {"reference_moved_by": away, "policy_moved_by": float(moved.abs().max())}
+        )
     if gain < -0.1 * wanted:
         return Finding("loss_sign", 0.97, evidence)
     if gain < 0.1 * wanted:
@@ -66,27 +82,40 @@ def direction(parts: Parts) -> Finding | str:
 
 
 def kl_direction(parts: Parts) -> Finding | str:
-    """From where the step before has led, a step on the KL term alone goes back: squared log-ratios get smaller.
+    """From where the step before has led, a step on the KL term alone goes back towards the reference.
 
-    Measured by (ln p - ln ref)^2, which is near 2 KL for small steps, whatever the estimator's code says.
+    Measured by D = sum(w (ln p - ln ref)^2) / N, whatever the estimator's code says. For small steps d of the weights
+    KL = D / 2 = d'Fd / 2, its gradient g = Fd, so |g| >= D / |d| (Cauchy-Schwarz), and a step lr g lowers D by
+    2 lr |g|^2.
     """
     state = replace(parts.state, kl_coefficient=1.0)
-    if not kl_in_loss(state):
+    if not kl_in_loss(state) or not parts.moved:
         return ""
     completions = of_kl_alone(parts.completions)
-    stands = reference_logps(state, completions)
-    before = float((logps(state, completions) - stands).square().mean())
-    norm = gradient_norm(state, completions)
+    stands, count = reference_logps(state, completions), global_count(state, completions)
+    weights = torch.cat([batch.weights for batch in passes(state, completions)]).cpu()
+
+    def distance() -> float:
+        return float((weights * (logps(state, completions) - stands).square()).sum()) / count
+
+    before, norm = distance(), gradient_norm(state, completions)
+    if not before:  # a reference that moves along
+        return ""
+    evidence = {"squared_log_ratio": before, "grad_norm_of_the_kl_term": norm, "at_least": before / parts.moved}
     if not math.isfinite(norm):
-        return Finding("non_finite", 0.9, {"grad_norm_of_the_kl_term": norm})
-    if not norm:
-        return Finding("kl_no_gradient", 0.9, {"squared_log_ratio": before, "grad_norm_of_the_kl_term": norm})
+        return Finding("non_finite", 0.9, evidence)
+    if norm < 0.1 * before / parts.moved:
+        return Finding("kl_no_gradient", 0.9, evidence)
     accumulate(state, completions)
-    state.engine.step(0.05 * before / norm**2)
-    after = float((logps(state, completions) - stands).square().mean())
-    evidence = {"squared_log_ratio": before, "after_the_step": after}
+    state.engine.step(FALL / 2 * before / norm**2)
+    after = distance()
+    evidence |= {"after_the_step": after, "expected_after": (1 - FALL) * before}
     if after > before:
         return Finding("kl_sign", 0.95, evidence)
+    fell = (before - after) / (FALL * before)
+    # The exact KL's gradient is that of all tokens, not of the sampled ones.
+    if not 0.5 < fell < 2 and state.policy.dtype == torch.float32 and state.config.grpo.kl.estimator != "exact":
+        return Finding("coefficient_scaled", 0.8, evidence | {"gradient_is_times_too_large": 1 / fell})
     return f"a step on the KL term lowers the squared log-ratio from {before:.3g} to {after:.3g}"
 
 

@@ -1,83 +1,26 @@
-"""What the records of a run say, during it or after it: pure functions over metrics and rollouts. No model is needed."""
+"""What the records of a run say, during it or after it: functions over metrics and rollouts. No model is needed."""
 
-import json
+import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from trainer.algorithm.schedules import kl_coefficient
-from trainer.config import RunConfig, load
 from trainer.doctor.finding import Diagnosis, Finding, ranked
 from trainer.doctor.recorded_rollouts import ROLLOUT_CHECKS
-from trainer.errors import Refused
-from trainer.record.run_dir import read_lines, read_metrics
+from trainer.doctor.records import ENOUGH, Recorded, Row, Verdict
 from trainer.watch.alarms import Alarms
 
-Row = dict[str, Any]
-
-READ_ROLLOUTS = 12
-"""Step files that are read, spread over the run, the first and the last among them."""
-ENOUGH = 5
-"""Steps below which a trend is chance."""
-PARTS_OF_TOKENIZER = ("garble/word_marks", "garble/raw_bytes", "garble/beyond", "garble/replacement", "garble/respelled")
+PARTS_OF_TOKENIZER = (
+    "garble/word_marks",
+    "garble/raw_bytes",
+    "garble/beyond",
+    "garble/replacement",
+    "garble/respelled",
+)
 PARTS_OF_LOOPS = ("garble/token_loop", "garble/ngram_loop", "garble/repetition")
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """The records of one run."""
-
-    config: RunConfig
-    metrics: list[Row]
-    rollouts: dict[int, list[Row]]
-    """By step; some of them."""
-    status: Row
-    tokens: dict[str, int]
-    """The policy's vocabulary; empty where the run has not kept it."""
-
-    def last(self, key: str) -> float | None:
-        """Median over the last fifth of the run, five steps at least."""
-        rows = self.metrics[-max(ENOUGH, len(self.metrics) // 5) :]
-        values = [row[key] for row in rows if key in row]
-        return statistics.median(values) if values else None
-
-    def first(self, key: str) -> float | None:
-        """At step 1, before any update."""
-        return self.metrics[0].get(key) if self.metrics and self.metrics[0]["step"] == 1 else None
-
-    @property
-    def same(self) -> float:
-        """Nats below which two log-probs of one token are equal: of a computation in fp32, else of one in bf16."""
-        exact = self.config.model.dtype == "fp32" or self.config.engine.device == "cpu"
-        return 1e-3 if exact and self.config.model.dtype != "bf16" else 0.05
-
-
-def diagnose_run_dir(folder: Path) -> Diagnosis:
-    """Refused where the folder holds no run that can be read."""
-    return diagnose(read(folder), str(folder))
-
-
-def read(folder: Path) -> Recorded:
-    if not (folder / "config.toml").is_file():
-        raise Refused(
-            f"doctor: {folder} holds no run: there is no config.toml. Expected the run.dir of a run, or a run file."
-        )
-    files = sorted((folder / "rollouts").glob("step-*.jsonl"))
-    places = sorted({round(i * (len(files) - 1) / (READ_ROLLOUTS - 1)) for i in range(READ_ROLLOUTS)}) if files else []
-    rollouts = {int(files[place].stem.removeprefix("step-")): read_lines(files[place]) for place in places}
-    vocabulary = _json(folder / "rollouts" / "vocabulary.json")
-    return Recorded(
-        load(str(folder / "config.toml")),
-        read_metrics(folder),
-        {step: rows for step, rows in rollouts.items() if rows},
-        _json(folder / "run_status.json"),
-        vocabulary.get("tokens", {}),
-    )
-
-
-def diagnose(run: Recorded, target: str) -> Diagnosis:
+def diagnose_records(run: Recorded, target: str) -> Diagnosis:
     findings: list[Finding] = []
     fine: dict[str, str] = {}
     absent: dict[str, str] = {}
@@ -91,16 +34,11 @@ def diagnose(run: Recorded, target: str) -> Diagnosis:
     return Diagnosis(target, ranked(findings), fine, absent)
 
 
-Verdict = list[Finding] | str
-"""Findings; or what is fine, in words; or nothing, where the records do not say."""
-
-
 def end_of_run(run: Recorded) -> Verdict:
     """What ended it, in its own words, and steps whose gradient was refused: their loss and norm are absent."""
     reason, state = run.status.get("reason", ""), run.status.get("state", "")
     refused = [row["step"] for row in run.metrics if "grad_norm" not in row and "loss" not in row]
-    words = ("NaN", "nan", "infinity", "gradient norm is inf")
-    if state == "stopped" and any(word in reason for word in words):
+    if state == "stopped" and re.search(r"\b(nan|inf|infinity)\b", reason, re.IGNORECASE):
         return [Finding("non_finite", 0.95, {"reason": reason, "steps_without_gradient": len(refused)})]
     if len(refused) >= ENOUGH and len(refused) > len(run.metrics) / 5:
         return [Finding("non_finite", 0.8, {"steps_without_gradient": len(refused), "first": refused[0]})]
@@ -156,7 +94,7 @@ def coefficient(run: Recorded) -> Verdict:
 
 
 def alarms(run: Recorded) -> Verdict:
-    """What the alarms of the run's own settings say of its metrics: of those that stand at the end, and of the others."""
+    """What the alarms of the run's own settings say of its metrics; most sure of those that stand at the end."""
     machine = Alarms(run.config.watch)
     said = [alarm for row in run.metrics for alarm in machine.look(row["step"], _numbers(row))]
     standing = {name for name, one in machine.standings.items() if one.active}
@@ -170,7 +108,9 @@ def alarms(run: Recorded) -> Verdict:
             evidence["at_the_beginning"] = alarm.baseline
         if alarm.event != "cleared":
             found.append(Finding(alarm.cause, sure, evidence))
-    return found or (f"none in {len(run.metrics)} steps (watch.level = {run.config.watch.level})" if run.metrics else "")
+    return found or (
+        f"none in {len(run.metrics)} steps (watch.level = {run.config.watch.level})" if run.metrics else ""
+    )
 
 
 def garble(run: Recorded) -> Verdict:
@@ -215,7 +155,7 @@ def direction(run: Recorded) -> Verdict:
     steps = [row["lr"] for row in run.metrics if "lr" in row]
     evidence = {"kl_by_thirds": [early, middle, late], "kl_coef": run.last("kl_coef"), "lr": max(steps, default=0.0)}
     # From a third to the next t^2 grows 9 times, then 2.8 times.
-    if late > 0.01 and early > 0 and late > 4 * middle and late / middle > 0.8 * middle / early:
+    if late > 0.01 and early > 0 and late > 4 * middle and late / middle > 0.5 * middle / early:
         return [Finding("kl_sign", 0.6 if run.last("kl_coef") else 0.3, evidence)]
     if _within(kl, 10) > 0.5:
         return [Finding("update_too_large", 0.7, evidence | {"kl_within_10_steps": _within(kl, 10)})]
@@ -290,11 +230,3 @@ def _risen(first: float | None, last: float | None) -> bool:
 
 def _numbers(row: Row) -> dict[str, float]:
     return {key: float(value) for key, value in row.items()}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,20 +1,13 @@
 """What recorded completions say: group by group, token by token."""
 
-from __future__ import annotations
-
 import re
 import statistics
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.algorithm.advantages import group_advantages
 from trainer.doctor.finding import Finding
-
-if TYPE_CHECKING:
-    from trainer.doctor.recorded import Recorded, Verdict
-
-Row = dict[str, Any]
+from trainer.doctor.records import Recorded, Row, Verdict
 
 
 def groups(run: Recorded) -> Verdict:
