@@ -89,7 +89,7 @@ def healthy(settings: dict[str, Any] | None = None) -> Recorded:
 def test_a_healthy_run_has_no_cause() -> None:
     found = diagnose(healthy(), "made")
     assert found.findings == [], found.text()
-    assert len(found.fine) == 12 and not found.not_checked
+    assert len(found.fine) == 13 and not found.not_checked
 
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -111,6 +111,11 @@ CHANGED: dict[str, tuple[Change, str]] = {
         lambda row: {"reward_mean": 0.6 - 0.02 * row["step"], "kl": 0.0001 * row["step"] - 0.0001},
         "wrong_direction",
     ),
+    "sign of the loss": (
+        lambda row: {"reward_mean": max(0.0, 0.55 - 0.025 * row["step"]), "kl": 0.5 * (row["step"] / 30 - 1 / 30) ** 3},
+        "wrong_direction",
+    ),
+    "negative kl": (lambda row: {"kl": -row["kl"]}, "kl_sign"),
     "no gradient": (lambda row: {"grad_norm": 0.0, "kl": 0.0}, "no_gradient"),
     "constant": (
         lambda row: {"reward_std": 0.0, "reward_mean": 1.0, "zero_std_fraction": 1.0, "grad_norm": 0.0, "kl": 0.0},

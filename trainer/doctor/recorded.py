@@ -3,6 +3,7 @@
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from trainer.algorithm.schedules import kl_coefficient
 from trainer.doctor.finding import Diagnosis, Finding, ranked
@@ -10,6 +11,12 @@ from trainer.doctor.recorded_rollouts import ROLLOUT_CHECKS
 from trainer.doctor.records import ENOUGH, Recorded, Row, Verdict
 from trainer.watch.alarms import Alarms
 
+NEAR = 0.1
+"""Nats per token of KL: a policy that can still do what it could."""
+WRONG_SIGN = (
+    "look at the sign of the loss (`zero-grpo doctor RUN.toml` takes a step and measures it), and of the reward and its "
+    "weight: a higher number has to be better"
+)
 PARTS_OF_TOKENIZER = (
     "garble/word_marks",
     "garble/raw_bytes",
@@ -146,6 +153,9 @@ def direction(run: Recorded) -> Verdict:
     grows with the distance, takes it away by a factor a step: means of thirds that grow faster and faster."""
     kl = [row["kl"] for row in run.metrics if "kl" in row]
     moved = [row for row in run.metrics if row.get("grad_norm", 0.0) > 0 and row.get("lr", 0.0) > 0]
+    if min(kl, default=0.0) < -1e-6 and run.config.grpo.kl.estimator != "k1":
+        # e^d - 1 - d and d^2 are not negative, and neither is the sum over the vocabulary.
+        return [Finding("kl_sign", 0.95, {"kl": min(kl), "estimator": run.config.grpo.kl.estimator})]
     if len(kl) < 2 * ENOUGH:
         return ""
     if len(moved) >= 2 * ENOUGH and not any(kl):
@@ -160,6 +170,26 @@ def direction(run: Recorded) -> Verdict:
     if _within(kl, 10) > 0.5:
         return [Finding("update_too_large", 0.7, evidence | {"kl_within_10_steps": _within(kl, 10)})]
     return f"KL {kl[0]:.2g} at the first step, {late:.2g} over the last third"
+
+
+def reward_trend(run: Recorded) -> Verdict:
+    """A reward that falls while the policy is still near: too large a step would have taken it away first.
+
+    Thirds of the steps below a KL of ``NEAR``, in units of the scatter from step to step (of a difference of two: its
+    root mean square / sqrt(2)).
+    """
+    near = [row["reward_mean"] for row in run.metrics if "reward_mean" in row and row.get("kl", 0.0) < NEAR]
+    third, spread = len(near) // 3, run.last("reward_std") or 0.0
+    if third < ENOUGH - 2:
+        return ""
+    jumps = [later - earlier for earlier, later in pairwise(near)]
+    scatter = (statistics.fmean(jump * jump for jump in jumps) / 2) ** 0.5
+    rise = statistics.fmean(near[-third:]) - statistics.fmean(near[:third])
+    sure = rise / (scatter * (2 / third) ** 0.5) if scatter else 0.0
+    evidence = {"reward_change": rise, "standard_errors": sure, "while_kl_below": NEAR, "steps": len(near)}
+    if sure < -4 and rise < -0.3 * (run.first("reward_std") or spread):
+        return [Finding("wrong_direction", 0.85, evidence, WRONG_SIGN)]
+    return f"reward {rise:+.3g} over the steps with a KL below {NEAR}"
 
 
 def gradient(run: Recorded) -> Verdict:
@@ -212,6 +242,7 @@ CHECKS: tuple[Callable[[Recorded], Verdict], ...] = (
     coefficient,
     garble,
     direction,
+    reward_trend,
     gradient,
     rewards,
     lengths,
