@@ -102,7 +102,9 @@ class Output:
     def step(self, metrics: dict[str, float], completions: Sequence[Completion]) -> list[Alarm]:
         """Metrics, rollouts, samples and alarms of the step that was just done."""
         self._records(metrics, completions)
-        alarms = self.alarms.look(self.state.step, metrics)
+        # Another policy has sampled what is replayed.
+        other = {"sampling_logp_gap"} if self.config.rollout.replay else set()
+        alarms = self.alarms.look(self.state.step, {key: metrics[key] for key in metrics if key not in other})
         if alarms:  # on all ranks alike: they have the same metrics
             shown = evidence(completions, self.state.policy.tokenizer, self.world)
             for alarm in alarms if self.world.is_main else ():

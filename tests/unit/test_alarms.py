@@ -193,6 +193,14 @@ def test_a_checkpoint_is_good_while_nothing_speaks_against_it() -> None:
     assert alarms.good_step == 56
 
 
+def test_a_model_that_comes_garbled_has_good_checkpoints() -> None:
+    alarms = Alarms(Watch())
+    for step in range(1, 21):
+        alarms.look(step, HEALTHY | {"garble_rate": 0.9})
+        alarms.saved(step)
+    assert alarms.good_step == 20
+
+
 def test_every_cause_is_one_that_has_words() -> None:
     for rule in RULES:
         for reward in (0.0, 0.4, 0.9):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from tests.tiny import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import PROMPTS, start, step, write_run
 from trainer.checkpoint.save import Checkpoints
 from trainer.errors import Stopped
+from trainer.measure import step_metrics
 from trainer.output import Output
+from trainer.record.metrics import Sums
 from trainer.state import State
 from trainer.train import save, train
 from trainer.world import World
@@ -164,3 +167,41 @@ def test_a_resumed_run_goes_on_counting(taught: Path, world: World, tmp_path: Pa
         assert other.alarms.beginning() == output.alarms.beginning()
         assert other.alarms.standings == output.alarms.standings
     assert again.alarms.good_step == 3 and branch.alarms.good_step is None
+
+
+class Two(World):
+    """Rank 0 of two, the other of which has ``other``'s sums."""
+
+    other: Sums
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, (list(self.other.totals), list(self.other.maxima))]
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        theirs = [number for name in sorted(self.other.totals) for number in self.other.totals[name]]
+        return [mine + other for mine, other in zip(values, theirs, strict=True)]
+
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
+        return [
+            max(mine, self.other.maxima[name]) for mine, name in zip(values, sorted(self.other.maxima), strict=True)
+        ]
+
+
+def test_the_kl_of_the_ranks_has_a_lowest_and_a_highest() -> None:
+    """The mean is over all tokens; the two others are means of a rank each."""
+    ranks = []
+    for total, count in ((1.0, 10), (9.0, 30)):
+        sums = Sums()
+        sums.add("kl", total, count)
+        sums.add("completion_tokens_mean", count, 1)
+        for name, value in (("kl_coef", 0.1), ("kl_rank_max", total / count), ("kl_rank_min", -total / count)):
+            sums.maximum(name, value)
+        ranks.append(sums)
+    for mine, other in (ranks, reversed(ranks)):
+        world = Two(0, 2, 0, torch.device("cpu"))
+        object.__setattr__(world, "other", other)
+        other.maximum("seconds_update", 1.0)
+        other.maximum("peak_memory_gib", 1.0)
+        metrics = step_metrics(world, mine, {"update": 1.0}, 2**30)
+        assert metrics["kl"] == pytest.approx(0.25)
+        assert (metrics["kl_rank_min"], metrics["kl_rank_max"]) == pytest.approx((0.1, 0.3))

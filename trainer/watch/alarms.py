@@ -124,8 +124,10 @@ class Alarms:
         return told
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step can be gone back to when no alarm stands and no signal is past its limit."""
-        if not any(one.active or one.streak for one in self.standings.values()):
+        """A checkpoint of this step can be gone back to when no alarm stands and no signal is past its limit; what the
+        model came with speaks against none."""
+        ours = [one for name, one in self.standings.items() if name != "garbled_from_start"]
+        if not any(one.active or one.streak for one in ours):
             self.good_step = step
 
     def _moved(self, rule: Rule, step: int, reading: Reading) -> Literal["raised", "stands", "cleared"] | None:
