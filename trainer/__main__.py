@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer.data_tools.command import add_commands as add_data
 from trainer.errors import Lost, OutOfMemory, Refused, RunEnd
@@ -106,6 +106,17 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return plan_run(asked, as_json=arguments.json)
 
 
+def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """Name what is wrong with a run, by cause: from its records, or by loading and asking its parts."""
+    with contextlib.redirect_stdout(sys.stderr):  # what is said on the way is not the diagnosis
+        _prepare_libraries()
+        from trainer.doctor.command import diagnose
+
+        found = diagnose(arguments.target, overrides)
+    sys.stdout.write((json.dumps(found.record(), indent=2) if arguments.json else found.text()) + "\n")
+    return 1 if found.causes else 0
+
+
 def hosts(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a hostfile and print its hosts, slots and ranks; with --probe, what each of them has."""
     from trainer.launcher.hosts import read_hostfile, table
@@ -158,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    arguments, rest = _parser().parse_known_args(accept(_without_local_rank(argv)))
+    arguments, rest = parser().parse_known_args(accept(without_local_rank(argv)))
     command: Callable[[argparse.Namespace, list[str]], int] = arguments.command
     if rest and command in (init, keys, hosts, *readers.COMMANDS):
         raise Refused(f"zero-grpo {command.__name__}: it takes no {' '.join(rest)}.")
@@ -229,95 +240,12 @@ def _say(message: str) -> None:
         say(f"\n{message}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """One whose complaints end the run as every other mistake does: once, whatever the number of ranks."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Refused(f"{self.prog}: {message}. `{self.prog} --help` shows what it takes.")
+COMMANDS = (train, preflight, plan, doctor, hosts, export, init, keys)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="zero-grpo", description="GRPO training on DeepSpeed ZeRO that stays legible.", allow_abbrev=False
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (train, preflight):
-        sub = commands.add_parser(
-            command.__name__, help=command.__doc__, description=command.__doc__, allow_abbrev=False
-        )
-        sub.add_argument("run_file", metavar="RUN.toml")
-        sub.set_defaults(command=command)
-        sub.epilog = "Any key of the run file can be overridden: --section.key value"
-        sub.add_argument("--gpus", type=int, metavar="N", help="ranks on this machine, through the deepspeed launcher")
-        sub.add_argument(
-            "--hostfile", metavar="H", help="ranks on the hosts of a file, NAME slots=N a line, through pdsh"
-        )
-        if command is preflight:
-            sub.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-        if command is train:
-            sub.add_argument(
-                "--master_port",
-                type=int,
-                default=0,
-                metavar="P",
-                help="where rank 0 listens for the others; a free port by default",
-            )
-            sub.add_argument(
-                "--resume", default="", metavar="auto|PATH", help="go on from the newest valid checkpoint, or from PATH"
-            )
-            sub.add_argument(
-                "--allow",
-                action="append",
-                default=[],
-                metavar="KEY",
-                help="a setting that the resumed run may change; once for each",
-            )
-    _add_plan(commands)
-    add_data(commands)
-    add_eval(commands)
-    sub = commands.add_parser("hosts", help=hosts.__doc__, description=hosts.__doc__, allow_abbrev=False)
-    sub.add_argument("hostfile", metavar="HOSTFILE")
-    sub.add_argument("--probe", action="store_true", help="ask every host over ssh, and compare what they have")
-    sub.set_defaults(command=hosts)
-    for one, word, default in ((init, "RECIPE", "first-run"), (keys, "SECTION", "")):
-        sub = commands.add_parser(one.__name__, help=one.__doc__, description=one.__doc__, allow_abbrev=False)
-        sub.add_argument(word.lower(), metavar=word, nargs="?", default=default)
-        sub.set_defaults(command=one)
-    sub = commands.add_parser("export", help=export.__doc__, description=export.__doc__, allow_abbrev=False)
-    sub.add_argument("source", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step-000010, or RUN_DIR")
-    sub.add_argument("out", metavar="OUT", help="a folder that does not exist yet, or is empty")
-    sub.add_argument("--merge", action="store_true", help="add the adapter into its base model: a whole model")
-    sub.add_argument("--ollama", action="store_true", help="write a Modelfile and say how to convert and create")
-    sub.add_argument("--gguf-converter", default="", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py, to run")
-    sub.epilog = "Any key of the run file can be overridden: --model.name_or_path PATH, where the base model has moved"
-    sub.set_defaults(command=export)
-    readers.add_to(commands)
-    return parser
-
-
-def _add_plan(commands: Any) -> None:
-    sub = commands.add_parser("plan", help=plan.__doc__, description=plan.__doc__, allow_abbrev=False)
-    sub.add_argument("run_file", metavar="RUN.toml")
-    sub.add_argument("--gpu", default="", metavar="NAME", help="a10, l4, rtx4090, a100-40, a100-80, h100 or h200")
-    sub.add_argument("--memory-gib", type=float, default=0.0, metavar="X", help="instead: a card with so much memory")
-    sub.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them")
-    sub.add_argument("--json", action="store_true", help="as JSON")
-    sub.epilog = "Any key of the run file can be overridden: --section.key value. Exit code 2: it does not fit."
-    sub.set_defaults(command=plan)
-
-
-def _without_local_rank(argv: list[str]) -> list[str]:
-    """The deepspeed launcher puts --local_rank=N before everything; the LOCAL_RANK variable says the same."""
-    kept: list[str] = []
-    skip = False
-    for argument in argv:
-        if skip:
-            skip = False
-        elif argument in ("--local_rank", "--local-rank"):
-            skip = True
-        elif not argument.startswith(("--local_rank=", "--local-rank=")):
-            kept.append(argument)
-    return kept
+def parser() -> argparse.ArgumentParser:
+    """Of all commands."""
+    return parser_of({command.__name__: command for command in COMMANDS}, (add_data, add_eval, readers.add_to))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ FLOORS = (
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),
     ("preflight", "train"),
-    ("out_of_memory", "eval_run"),
+    ("out_of_memory", "eval_run", "doctor"),
     ("run",),
     ("__main__",),
 )

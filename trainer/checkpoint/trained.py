@@ -83,7 +83,7 @@ def _done_at(run_dir: Path) -> int | None:
 
 
 def load_source(source: Source, config: RunConfig, dtype: torch.dtype, quant: Quant) -> Policy:
-    """The policy as it was trained, on a base held as ``quant`` says. Raises Refused where the adapter is not its own."""
+    """The policy as it was trained, on a base held as ``quant`` says. Raises Refused for an adapter of another."""
     tokenizer = load_tokenizer(config.model)
     if not source.is_adapter:
         here = {"name_or_path": str(source.weights), "revision": "", "gguf_file": ""}

@@ -47,17 +47,15 @@ class Disk:
         }
 
 
-def checkpoint_bytes(parameters: Parameters, *, stage: int, optimizer: str, frozen_head: int = 0) -> int:
+def checkpoint_bytes(parameters: Parameters, *, stage: int, optimizer: str) -> int:
     """Of all ranks' shards and the exported weights together.
 
     Of each trained parameter the fp32 master copy (plain stage 0 in fp32 has none) and Adam's moments; its value in the
-    compute dtype, which stage 3 does not save a second time; and again in adapter/ or model/. ``frozen_head``:
-    parameters of a head that is not trained, which DeepSpeed saves along (stages 0 to 2) since it has two names.
+    compute dtype, which stage 3 does not save a second time; and again in adapter/ or model/.
     """
     master = 0 if stage == 0 and parameters.itemsize == 4 else 4
     values = parameters.itemsize * (1 if stage == 3 else 2)
-    saved_head = 0 if stage == 3 else frozen_head * parameters.itemsize
-    return parameters.trained * (master + MOMENTS[optimizer] + values) + saved_head
+    return parameters.trained * (master + MOMENTS[optimizer] + values)
 
 
 def room_for_checkpoints(config: RunConfig, one: int) -> tuple[Disk, str]:

@@ -262,12 +262,10 @@ def _arithmetic(found: Survey) -> None:
         )
     if found.parameters is None or found.deepspeed is None or found.causal is None or not config.run.dir:
         return
-    head = found.causal.get_output_embeddings().weight
     one = checkpoint_bytes(
         found.parameters,
         stage=stage_of(found.deepspeed),
         optimizer=config.optim.name,
-        frozen_head=head.numel() if config.is_lora else 0,
     )
     if room := found.ask(lambda: room_for_checkpoints(config, one)):
         found.disk, warning = room
