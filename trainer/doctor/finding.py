@@ -34,7 +34,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "reward_constant": frozenset({"nothing_to_choose", "no_gradient"}),
     "group_layout": frozenset({"wrong_direction"}),
     "wrong_direction": frozenset({"stopped", "update_too_large"}),
-    "update_too_large": frozenset({"stopped", "nothing_to_choose", "outliers", "off_policy", "runs_on", "decoding"}),
+    "update_too_large": frozenset(
+        {"stopped", "nothing_to_choose", "outliers", "off_policy", "runs_on", "decoding", "reward_constant"}
+    ),
     "nothing_to_choose": frozenset({"stopped", "reward_constant", "decoding"}),
     "not_from_training": frozenset({"stopped", "runs_on"}),
 }

@@ -14,7 +14,7 @@ from trainer.watch.alarms import Alarms
 NEAR = 0.1
 """Nats per token of KL: a policy that can still do what it could."""
 WRONG_SIGN = (
-    "look at the sign of the loss (`zero-grpo doctor RUN.toml` takes a step and measures it), and of the reward and its "
+    "look at the sign of the loss (`zero-grpo doctor RUN.toml` takes a step and measures it), of the reward and of its "
     "weight: a higher number has to be better"
 )
 PARTS_OF_TOKENIZER = (
