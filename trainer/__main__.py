@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainer.arguments import Command, parser_of, without_local_rank
 from trainer.data_tools.command import add_commands as add_data
 from trainer.errors import Lost, OutOfMemory, Refused, RunEnd
 from trainer.eval_run.command import add_commands as add_eval
@@ -168,9 +169,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ended(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
 
 
+def parser() -> argparse.ArgumentParser:
+    """Of all commands."""
+    return parser_of((train, preflight, plan, doctor, hosts, export, init, keys), (add_data, add_eval, readers.add_to))
+
+
 def _command(argv: list[str]) -> int:
     arguments, rest = parser().parse_known_args(accept(without_local_rank(argv)))
-    command: Callable[[argparse.Namespace, list[str]], int] = arguments.command
+    command: Command = arguments.command
     if rest and command in (init, keys, hosts, *readers.COMMANDS):
         raise Refused(f"zero-grpo {command.__name__}: it takes no {' '.join(rest)}.")
     return command(arguments, rest)
@@ -238,14 +244,6 @@ def _say(message: str) -> None:
         from trainer.launcher import say
 
         say(f"\n{message}")
-
-
-COMMANDS = (train, preflight, plan, doctor, hosts, export, init, keys)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Of all commands."""
-    return parser_of({command.__name__: command for command in COMMANDS}, (add_data, add_eval, readers.add_to))
 
 
 if __name__ == "__main__":

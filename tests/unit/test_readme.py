@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from tests.prompt_loader import Loader
 from tests.tiny import tiny_qwen2, tiny_tokenizer
 from tests.unit.test_layers import FLOOR_OF
-from trainer.__main__ import _parser, _without_local_rank
+from trainer.__main__ import parser
+from trainer.arguments import without_local_rank
 from trainer.batch import Completion
 from trainer.checkpoint.export import export
 from trainer.config import describe, load, recipes, shipped
@@ -101,7 +102,7 @@ def check_command(words: list[str]) -> str:
 
 def check_zero_grpo(words: list[str]) -> str:
     """By the real parser, with the overrides laid over a real run file."""
-    arguments, rest = _parser().parse_known_args(_without_local_rank(words))
+    arguments, rest = parser().parse_known_args(without_local_rank(words))
     try:
         match arguments.command.__name__:
             case "init":

@@ -95,8 +95,7 @@ def logps(state: State, completions: Sequence[Completion]) -> Tensor:
 def reference_logps(state: State, completions: Sequence[Completion]) -> Tensor:
     """The same of the reference."""
     batches = passes(state, completions)
-    for batch in batches:
-        ask_reference(state, batch)
+    ask_reference(state, batches)
     return torch.cat([batch.reference.logps for batch in batches if batch.reference]).float().cpu()
 
 
@@ -109,9 +108,9 @@ def accumulate(state: State, completions: Sequence[Completion]) -> list[MicroBat
     """Forward and backward passes of one optimizer step, as ``grpo_step`` makes them."""
     count = global_count(state, completions)
     batches = passes(state, with_gradient(state, completions))
+    if kl_in_loss(state):
+        ask_reference(state, batches)
     for number, batch in enumerate(batches):
-        if kl_in_loss(state):
-            ask_reference(state, batch)
         loss_sum = micro_batch_loss(state, batch, Sums(), first=False)
         state.engine.backward_sum(loss_sum, count, last=number == len(batches) - 1)
     return batches
