@@ -1,7 +1,8 @@
 """Forward and backward passes of real shapes on fake tensors, with every storage counted: what trainer/plan predicts.
 
-The engine is a stand-in that holds what ZeRO-2 holds on one rank in bf16: master weights, moments, an fp32 gradient; a
-weight's own gradient goes as soon as it is there, but for those larger than a bucket.
+The engine is a stand-in that holds what ZeRO-2 holds on one rank in bf16: master weights and moments, a bucket from the
+first gradient on, an fp32 gradient from the first full bucket on. A weight's own gradient goes as soon as it is there,
+but for those larger than the bucket.
 """
 
 from collections.abc import Iterator
@@ -176,14 +177,23 @@ def counted_peak(cell: Cell) -> int:
             for weight in (*scorer.parameters(), *scorer.buffers()):
                 memory.storages._count(weight)
             trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
-            engine = [torch.empty(parameter.numel(), 4) for parameter in trained]
-            for parameter in trained:
+            total = sum(parameter.numel() for parameter in trained)
+            engine, seen = [torch.empty(3, total)], []
+
+            def reduced(parameter: nn.Parameter) -> None:
+                if not seen:
+                    engine.extend((torch.empty(BUCKET, dtype=torch.bfloat16), torch.empty(min(BUCKET, total))))
+                if sum(seen) <= BUCKET < sum(seen) + parameter.numel():
+                    engine.append(torch.empty(total))
+                seen.append(parameter.numel())
                 if parameter.numel() <= BUCKET:
-                    parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+                    parameter.grad = None
+
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(reduced)
             reference = None
             if cell.exact:
                 reference = torch.empty(len(rows.targets), causal.config.hidden_size, dtype=torch.bfloat16)
             scores = scorer(rows, reference)
             (scores["logps"].sum() + scores["exact_kl"].sum()).backward()
-            del engine
             return memory.take_peak() - real

@@ -84,7 +84,7 @@ def test_what_decodes_on_a_cpu_reads_copies_of_the_weights() -> None:
     cpu, card = (plan(run("1.5B", cuda=cuda)) for cuda in (False, True))
     shape = cpu.settings.shape
     copies = cpu.phases["rollout"]["weights"] - card.phases["rollout"]["weights"]
-    assert copies == 2 * (shape.block_weights + shape.matrix)
+    assert copies == 2 * (shape.block_weights + shape.matrix + cpu.settings.trained)
 
 
 def test_an_adapter_of_known_size() -> None:
@@ -192,7 +192,7 @@ def test_each_setting_moves_its_part() -> None:
     assert saved("reference", reference="streamed") == 2 * trained
     assert saved("optimizer", optimizer="adamw8bit") == pytest.approx(6 * trained / 4, rel=0.01)
     assert saved("optimizer", zero=zero_of({"stage": 2, "offload_optimizer": {"device": "cpu"}})) == 3 * trained
-    assert saved("gradients", zero=zero_of({"stage": 2})) == pytest.approx(5 * trained, rel=0.01)
+    assert saved("gradients", zero=zero_of({"stage": 2})) == pytest.approx(3 * trained, rel=0.01)
     assert saved("activations", checkpointing=False) < 0
     sharded = plan(replace(before.settings, zero=zero_of({"stage": 3, "reduce_bucket_size": 10**6})))
     assert sharded.phases["reward"]["weights"] == before.phases["reward"]["weights"] / 4

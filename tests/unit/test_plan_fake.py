@@ -41,21 +41,20 @@ CELLS = (
 
 QUICK = (
     Cell("1.5B", "full", 512, 128, 8, shared=True, checkpointing=False, layers=2),
-    Cell("1.5B", "lora", 1024, 64, 16, shared=True, checkpointing=False, layers=4, exact=True),
+    Cell("1.5B", "lora", 2048, 32, 32, shared=True, checkpointing=False, layers=4, exact=True),
     Cell("7B", "4bit", 512, 128, 4, shared=False, checkpointing=True, layers=2),
 )
 """Of few layers, so that head and copies of keys weigh: full in the head's backward pass, LoRA with long prompts."""
 
 
 def predicted(cell: Cell) -> dict[str, float]:
-    """By part. What the stand-in for the engine has none of is left out."""
-    parts = training(cell.settings())
-    return {name: size for name, size in parts.items() if name not in ("DeepSpeed buckets", "reference") and size}
+    """By part. The reference's states are those of all passes, the stand-in has those of one."""
+    return {name: size for name, size in training(cell.settings()).items() if name != "reference"}
 
 
 @pytest.mark.parametrize("cell", QUICK, ids=lambda cell: f"{cell.model}-{cell.mode}")
 def test_few_layers_of_real_width(cell: Cell) -> None:
-    assert sum(predicted(cell).values()) == pytest.approx(counted_peak(cell), rel=0.04)
+    assert sum(predicted(cell).values()) == pytest.approx(counted_peak(cell), rel=0.02)
 
 
 def whole_models() -> list[dict[str, Any]]:

@@ -56,25 +56,23 @@ def cache(settings: Settings) -> float:
     return 2 * settings.itemsize * shape.keys * tokens * (shape.layers + 1)
 
 
-def blocked(settings: Settings) -> float:
-    """On a CPU decoding reads copies of the linear layers in blocks: models/blocked_weights.py."""
-    if settings.cuda or not settings.shared:
-        return 0.0
-    return float(settings.itemsize * (settings.shape.block_weights + settings.shape.matrix))
-
-
 def rollout(settings: Settings) -> Parts:
-    """The prefill keeps nothing for a backward pass; sampling copies all logits; stage 3 gathers all weights."""
+    """The prefill keeps nothing for a backward pass; sampling copies all logits; stage 3 gathers all weights; a CPU
+    arranges those of the linear layers anew (models/blocked_weights.py)."""
+    shape = settings.shape
     rows = min(max(ROWS, 2 * settings.generations), settings.groups * settings.generations)
     tokens = min(settings.groups * settings.prompt, max(PREFILL, settings.prompt))
     if not settings.shared:
         tokens = rows * settings.prompt
-    whole = state.whole_weights(settings) if settings.zero.stage == 3 else 0.0
+    whole = state.gathered(settings, whole=True)
+    if not settings.cuda and settings.shared:
+        adapter = settings.trained if settings.rank else 0
+        whole += settings.itemsize * (shape.matrix + adapter + (0 if settings.bits else shape.block_weights))
     return resident(settings) | {
-        "weights": state.weights(settings) + whole + blocked(settings),
+        "weights": state.weights(settings) + whole,
         "KV cache": cache(settings),
         "activations": activations.without_backward(settings, tokens),
-        "head chunks": float(SAMPLER_COPIES * rows * settings.shape.vocab),
+        "head chunks": float(SAMPLER_COPIES * rows * shape.vocab),
     }
 
 
@@ -102,24 +100,32 @@ def reference(settings: Settings) -> Parts:
 
 
 def training(settings: Settings) -> Parts:
-    """The fullest of three moments: in the head, in the backward pass of the last block, and at the embedding."""
-    one = settings.largest_pass()
+    """The fullest of five moments: in the head, in the backward pass of the last block and of the one with which the
+    first bucket is full, at the embedding, and in the optimizer's step."""
+    one, several = settings.largest_pass(), settings.passes()[0] > 1
     base = resident(settings) | {
         "weights": state.weights(settings) + state.gathered(settings),
-        "gradients": state.gradients(settings),
         "reference": state.reference(settings) + kept_reference(settings) + visiting_head(settings),
     }
+    if several:
+        base["gradients"] = state.gradients_before(settings)
     kept = activations.blocks(settings, one) + activations.around(settings, one)
-    in_head = {
-        "activations": kept,
-        "head chunks": activations.head(settings, one) + activations.chunks(settings, one),
-    }
+    left = kept * (1 - state.backward_before_gradients(settings))
+    in_flight = activations.in_flight(settings, one)
     # A bucket is there from the first gradient of a weight on.
     bucket = {"DeepSpeed buckets": state.buckets(settings)}
-    in_block = {"activations": kept + activations.in_flight(settings, one)} | bucket
-    at_embedding = {"activations": activations.embedding(settings, one)} | bucket
-    moments = (base | moment for moment in (in_head, in_block, at_embedding))
-    return max(moments, key=lambda parts: sum(parts.values()))
+    moments: tuple[Parts, ...] = (
+        {"activations": kept, "head chunks": activations.head(settings, one) + activations.chunks(settings, one)},
+        bucket | {"activations": kept + in_flight},
+        bucket | {"activations": left + in_flight, "gradients": state.gradients_before(settings)},
+        bucket
+        | {
+            "activations": activations.embedding(settings, one),
+            "gradients": state.gradients(settings, several=several),
+        },
+        {"gradients": state.gradients_of_step(settings)},
+    )
+    return max((base | moment for moment in moments), key=lambda parts: sum(parts.values()))
 
 
 PHASES: dict[str, Callable[[Settings], Parts]] = {

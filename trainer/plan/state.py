@@ -34,11 +34,12 @@ def weights(settings: Settings) -> float:
     return whole_weights(settings) / settings.ranks
 
 
-def gathered(settings: Settings) -> float:
-    """Stage 3: whole weights of the layers at work, up to a limit."""
-    if settings.zero.stage < 3:
+def gathered(settings: Settings, *, whole: bool = False) -> float:
+    """Stage 3: weights of the layers at work, up to a limit, or whole. A single rank has nothing to gather, but from
+    the host."""
+    if settings.zero.stage < 3 or (settings.ranks == 1 and weights(settings)):
         return 0.0
-    return whole_weights(settings) * min(1.0, settings.zero.live / settings.shape.total)
+    return whole_weights(settings) * (1.0 if whole else min(1.0, settings.zero.live / settings.shape.total))
 
 
 def on_host(settings: Settings) -> bool:
@@ -55,11 +56,11 @@ def moments(settings: Settings) -> float:
     return MOMENTS[settings.optimizer] * settings.trained / (settings.ranks if settings.zero.stage else 1)
 
 
-def gradients(settings: Settings) -> float:
-    """At their most, on the device.
+def gradients(settings: Settings, *, several: bool) -> float:
+    """At the end of a pass, on the device. ``several``: there was one before it in this step.
 
     Stage 0: fp32, whole. Stage 1: those of the pass, whole, and an fp32 sum of them: in bf16 of all, in fp32 a shard.
-    Stage 2: an fp32 shard (in fp32 twice: the sum and what comes to it); and what the bucket is too small for stays
+    Stage 2: an fp32 shard (in fp32, of the pass and of those before it); and what the bucket is too small for stays
     until the end of the pass. Stage 3: an fp32 shard, with the optimizer where that is offloaded.
     """
     zero, t, n = settings.zero, settings.trained, settings.ranks
@@ -69,15 +70,38 @@ def gradients(settings: Settings) -> float:
     if zero.stage == 1:
         return settings.itemsize * t + (4 * t / n if wide else 4 * t)
     if zero.stage == 2:
-        return (8 * t if wide else 4 * t + settings.itemsize * _oversized(settings)) / n
+        return ((8 if wide and several else 4) * t + settings.itemsize * _oversized(settings)) / n
     return 0.0 if on_host(settings) else 4 * t / n
+
+
+def gradients_before(settings: Settings) -> float:
+    """Of earlier passes of the step, in the middle of one."""
+    if settings.zero.stage < 2:
+        return 4.0 * settings.trained
+    return 0.0 if settings.zero.stage == 3 and on_host(settings) else 4 * settings.trained / settings.ranks
+
+
+def backward_before_gradients(settings: Settings) -> float:
+    """Share of a backward pass after which the sum of gradients is made, whole: stage 2 makes it with its first full
+    bucket. Elsewhere gradients come as activations go."""
+    if settings.zero.stage != 2:
+        return 1.0
+    return min(1.0, settings.zero.bucket / settings.trained)
+
+
+def gradients_of_step(settings: Settings) -> float:
+    """While the optimizer takes its step: in fp32, stages 1 and 2 put the shard together once more."""
+    zero, t, n = settings.zero, settings.trained, settings.ranks
+    if settings.itemsize == 4 and zero.stage in (1, 2):
+        return 8 * t / n
+    return settings.itemsize * t + 4 * t if zero.stage == 1 else gradients_before(settings)
 
 
 def gradients_for_good(settings: Settings) -> float:
     """Of them, what is never given back between steps: the sum of stage 1 in bf16, and the shard of stage 3."""
-    if settings.zero.stage == 1 and settings.itemsize == 2:
-        return 4.0 * settings.trained
-    return gradients(settings) if settings.zero.stage == 3 else 0.0
+    if settings.zero.stage == 3 or (settings.zero.stage == 1 and settings.itemsize == 2):
+        return gradients_before(settings)
+    return 0.0
 
 
 def _oversized(settings: Settings) -> int:
