@@ -101,7 +101,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.gpus < 1:
         raise Refused(f"--gpus {arguments.gpus}: expected the number of ranks, 1 or more.")
     quiet_libraries()
-    from trainer.preflight.memory import Asked, plan_run
+    from trainer.preflight.plan_command import Asked, plan_run
 
     asked = Asked(arguments.run_file, overrides, arguments.gpu, arguments.memory_gib, arguments.gpus)
     return plan_run(asked, as_json=arguments.json)

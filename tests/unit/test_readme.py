@@ -243,11 +243,14 @@ def test_the_file_map_is_the_house() -> None:
     (block,) = blocks(README, "text")
     floors = {}
     for line in block.splitlines():
-        name, *rest = line.split()
+        words = line.split()
         if line.startswith("  "):
-            assert (ROOT / "trainer" / name).exists(), name
-            floors[name.strip("/").removesuffix(".py")] = int(rest[0])
+            floor = next(at for at, word in enumerate(words) if word.isdigit())
+            for name in words[:floor]:
+                assert (ROOT / "trainer" / name).exists(), name
+                floors[name.strip("/").removesuffix(".py")] = int(words[floor])
         else:
+            name, *rest = words
             inside = [word.strip(",") for word in rest if word.strip(",").endswith(KINDS_OF_FILE)]
             assert [path for path in ("", *inside) if not (ROOT / name / path).exists()] == []
     assert floors == FLOOR_OF

@@ -1,24 +1,18 @@
 """The memory plan of a run: for a card that may not be here, before any weight is read, and at the start of training,
 where it picks what is "auto"."""
 
-import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from trainer.config import RunConfig, load
-from trainer.config.deepspeed_json import resolve
-from trainer.errors import Refused
-from trainer.launcher import say
-from trainer.models.policy import load_config
+from trainer.config import RunConfig
 from trainer.plan import state, table
-from trainer.plan.advice import Words, advise
-from trainer.plan.cards import CARDS, GIB, Card, card_of
+from trainer.plan.cards import GIB, Card, card_of
 from trainer.plan.choose import MOST_TOKENS, choose
 from trainer.plan.parts import Plan, context, plan
 from trainer.plan.settings import Settings, zero_of
@@ -215,7 +209,7 @@ def plan_here(
     if shape is None:
         return None
     cuda = device.type == "cuda"
-    card = _this_card() if cuda else _this_host(ranks)
+    card = this_card() if cuda else this_host(ranks)
     settings = settings_of(
         config, shape, zero, ranks=ranks, cuda=cuda, itemsize=itemsize, lengths=lengths, shared=shared
     )
@@ -223,87 +217,10 @@ def plan_here(
     return Planned(plan(found), card, fits)
 
 
-def _this_card() -> Card:
+def this_card() -> Card:
     return card_of(torch.cuda.mem_get_info()[1] / GIB)
 
 
-def _this_host(ranks: int) -> Card:
+def this_host(ranks: int) -> Card:
     """The share of a rank."""
     return replace(card_of(USABLE * _available() / ranks / GIB), name="the CPU")
-
-
-# The command
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The words of `zero-grpo plan`."""
-
-    run_file: str
-    overrides: list[str]
-    gpu: str
-    memory_gib: float
-    gpus: int
-
-
-def plan_run(asked: Asked, *, as_json: bool) -> int:
-    """Prints the plan; 2 when it does not fit."""
-    config = load(asked.run_file, asked.overrides)
-    card, cuda = _card(asked, config)
-    model_config, _ = load_config(config.model)
-    text_config = model_config.get_text_config(decoder=True).to_dict()
-    shape = shape_of(text_config)
-    if shape is None:
-        raise Refused(
-            f"{config.model.name_or_path}: model_type is {text_config.get('model_type')}, of which the planner has no "
-            f"formulas. Expected {', '.join(KNOWN)}."
-        )
-    room = card.gib * GIB
-
-    def settings(config: RunConfig) -> Settings:
-        itemsize = 2 if config.model.dtype == "bf16" or (cuda and config.model.dtype == "auto") else 4
-        dtype = "bf16" if itemsize == 2 else "fp32"
-        block = resolve(config, asked.gpus, dtype=cast(Any, dtype), hidden_size=shape.hidden)
-        return settings_of(
-            config,
-            shape,
-            block["zero_optimization"],
-            ranks=asked.gpus,
-            cuda=cuda,
-            itemsize=itemsize,
-            lengths=Lengths(config.data.max_prompt_tokens, config.rollout.max_new_tokens),
-            shared=config.model.attn == "sdpa" and not text_config.get("use_sliding_window"),
-        )
-
-    def fitted(words: Words) -> tuple[Settings, Plan] | None:
-        try:
-            other = load(asked.run_file, [*asked.overrides, *words])
-            found, _ = chosen(other, settings(other), room)
-        except Refused:
-            return None
-        return None if other == config else (found, plan(found))
-
-    unlimited, _ = chosen(config, settings(config), float("inf"))
-    found, fits = chosen(config, settings(config), room)
-    advice = [] if fits else advise(unlimited, card, room, fitted)
-    result = plan(found)
-    if as_json:
-        say(json.dumps(table.as_json(result, card, fits, advice), indent=1))
-    else:
-        say(table.text(result, card, fits, advice))
-    return 0 if fits else 2
-
-
-def _card(asked: Asked, config: RunConfig) -> tuple[Card, bool]:
-    """What is planned for, and whether it is a card: as asked, or what is here."""
-    if asked.gpu and asked.memory_gib:
-        raise Refused("--gpu and --memory-gib: one of them.")
-    if asked.gpu and asked.gpu not in CARDS:
-        raise Refused(f"--gpu {asked.gpu}: expected one of {', '.join(CARDS)}. Any other: --memory-gib 48.")
-    if asked.gpu:
-        return CARDS[asked.gpu], True
-    if asked.memory_gib:
-        return card_of(asked.memory_gib), True
-    if config.engine.device == "auto" and torch.cuda.is_available():
-        return _this_card(), True
-    return _this_host(asked.gpus), False

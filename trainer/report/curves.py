@@ -45,6 +45,7 @@ CHARTS = (
     Chart("Speed and memory", "Seconds of a step", "s", ("seconds_",)),
     Chart("Speed and memory", "Speed", "completion tokens per s", ("tokens_per_second",)),
     Chart("Speed and memory", "Peak memory", "GiB", ("peak_memory_gib", "held_memory_gib")),
+    Chart("Speed and memory", "Growth of what is held between steps", "MiB a step", ("memory_slope_mib",)),
 )
 OTHERS = "Others"
 HELD_OUT = (("sampled", "held-out, sampled"), ("greedy", "held-out, greedy"))
