@@ -98,8 +98,6 @@ def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def plan(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Say what a run will hold in memory, by formulas, and what would make it fit; no weight is read."""
-    if arguments.gpus < 1:
-        raise Refused(f"--gpus {arguments.gpus}: expected the number of ranks, 1 or more.")
     quiet_libraries()
     from trainer.preflight.plan_command import Asked, plan_run
 

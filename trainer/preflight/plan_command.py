@@ -82,6 +82,8 @@ def plan_run(asked: Asked, *, as_json: bool) -> int:
 
 def _card(asked: Asked, config: RunConfig) -> tuple[Card, bool]:
     """What is planned for, and whether it is a card: as asked, or what is here."""
+    if asked.gpus < 1:
+        raise Refused(f"--gpus {asked.gpus}: expected the number of ranks, 1 or more.")
     if asked.gpu and asked.memory_gib:
         raise Refused("--gpu and --memory-gib: one of them.")
     if asked.gpu and asked.gpu not in CARDS:
