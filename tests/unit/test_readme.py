@@ -109,8 +109,12 @@ def check_zero_grpo(words: list[str]) -> str:
                 recipes.read(arguments.recipe)
             case "keys":
                 describe(arguments.section)
-            case "hosts" | "report" | "samples":
+            case "hosts" | "report" | "samples" | "check" | "convert":
                 pass
+            case "doctor":
+                if arguments.target.endswith(".toml"):
+                    load(FIRST_RUN, rest)
+                    rest = []
             case "export":
                 load(FIRST_RUN, rest)
                 rest = []

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from trainer.config import RunConfig
+from trainer.errors import Refused
 from trainer.plan import state, table
 from trainer.plan.cards import GIB, Card, card_of
 from trainer.plan.choose import MOST_TOKENS, choose
@@ -37,9 +38,17 @@ def settings_of(
     lengths: Lengths,
     shared: bool,
 ) -> Settings:
-    """What is "auto" is as large and as quick as can be. ``zero``: the table zero_optimization, resolved."""
+    """What is "auto" is as large and as quick as can be. ``zero``: the table zero_optimization, resolved.
+
+    Raises Refused where lora.targets names no linear layer of a block.
+    """
     targets = config.lora.targets
     named = set(shape.linears) & {name.rsplit(".", 1)[-1] for name in targets}
+    if config.lora.r and targets != ("all-linear",) and not named:
+        raise Refused(
+            f"lora.targets = {list(targets)}: no linear layer of this model has such a name. Expected some of "
+            f"{', '.join(shape.linears)}."
+        )
     return Settings(
         shape=shape,
         rank=config.lora.r,

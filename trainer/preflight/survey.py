@@ -231,7 +231,7 @@ def _arithmetic(found: Survey) -> None:
     if lengths is not None and found.steps and found.model_config is not None and found.prompts is not None:
         shared = config.model.attn == "sdpa" and sees_whole_context(found.model_config)
         tokens = most_tokens(config, cuda=found.device.type == "cuda")
-        if found.deepspeed is not None and found.dtype is not None:
+        if found.deepspeed is not None and found.dtype is not None and found.parameters is not None:
             found.memory = plan_here(
                 config,
                 found.model_config,
