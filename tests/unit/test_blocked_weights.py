@@ -54,9 +54,11 @@ def test_they_end_with_the_block_and_a_new_one_reads_the_weights_anew() -> None:
 def test_what_has_no_blocks_is_left_alone() -> None:
     patched = nn.Linear(8, 8)
     patched.forward = lambda hidden: hidden  # type: ignore[method-assign]
-    model = nn.Sequential(nn.Linear(8, 8).double(), Quantised(8, 8), patched)
+    sharded = nn.Linear(8, 8)
+    sharded.weight.data = torch.empty(0)
+    model = nn.Sequential(nn.Linear(8, 8).double(), Quantised(8, 8), sharded, patched)
     with blocked_weights.blocked_weights(model):
-        assert blocked(model) == [False, False, True]
+        assert blocked(model) == [False, False, False, True]
         assert patched(torch.ones(1)) == 1
     assert patched(torch.ones(1)) == 1
 

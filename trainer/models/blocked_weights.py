@@ -18,8 +18,8 @@ ROWS = 16
 def blocked_weights(model: nn.Module) -> Iterator[None]:
     """Inside, the linear layers of ``model`` multiply by blocked copies: as many bytes again as their weights have.
 
-    The weights must be whole and stay as they are meanwhile. Layers on a card, 4-bit
-    ones, and ones with a forward of their own are left alone.
+    The weights must stay as they are meanwhile. Layers on a card or in shards, 4-bit ones, and ones with a forward of
+    their own are left alone.
     """
     layers = [layer for layer in model.modules() if type(layer) is nn.Linear and _has_blocks(layer)]
     for layer in layers:
@@ -33,6 +33,8 @@ def blocked_weights(model: nn.Module) -> Iterator[None]:
 
 def _has_blocks(layer: nn.Linear) -> bool:
     weight = layer.weight
+    if weight.dim() != 2:  # a shard of ZeRO-3, which is gathered as the layer runs
+        return False
     if weight.device.type != "cpu" or "forward" in layer.__dict__ or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or (
