@@ -65,10 +65,11 @@ def against(signal: str, limit: Callable[[float], float], at_least: float = 0.0)
 
 
 def garble(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
-    """A model that is garbled as it is loaded has another alarm; what training adds to it counts here."""
-    if "garble_rate" not in row:
+    """What training adds. A model that is garbled as it is loaded has another alarm, which never stops a run."""
+    base = begin.get("garble_rate", 0.0)
+    if "garble_rate" not in row or base >= limits["garble_entry"]:
         return None
-    base, value = begin.get("garble_rate", 0.0), row["garble_rate"]
+    value = row["garble_rate"]
     entry, clear = max(limits["garble_entry"], base + 0.2), max(limits["garble_clear"], base + 0.05)
     return Reading(value, entry, base, value >= entry, value < clear)
 
