@@ -130,6 +130,13 @@ def test_a_model_that_comes_garbled_is_told_at_once_and_does_not_end_the_run() -
     assert found[0].cause == "not_from_training" and stopped_by(found, Watch()) == ""
 
 
+@pytest.mark.parametrize("before", [0.4, 0.75])
+def test_one_that_comes_garbled_and_gets_worse_goes_on_as_well(before: float) -> None:
+    """A base model that rambles, or a random one: what training does to it cannot be told."""
+    found = told(Alarms(Watch()), [{"garble_rate": before}] * 12 + [{"garble_rate": 1.0}] * 20)
+    assert steps_of(found, "garble") == [] and stopped_by(found, Watch()) == ""
+
+
 def test_a_mild_kl_counts_where_the_reward_has_fallen() -> None:
     for reward, expected in ((0.4, []), (0.2, ["kl"])):
         found = told(Alarms(Watch()), [{}] * 10 + [{"kl": 0.5, "reward_mean": reward}] * 5)
