@@ -17,7 +17,7 @@ from trainer.output import Output
 from trainer.world import World
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-OF_THE_MACHINE = ("seconds", "tokens_per", "peak_memory")
+OF_THE_MACHINE = ("seconds", "tokens_per", "peak_memory", "held_memory", "memory_slope")
 """Metrics that two equal runs need not share."""
 
 
@@ -114,6 +114,8 @@ def test_i2_one_rank_and_two_ranks_are_the_same_run(found: Cells, folder: Path, 
             assert one["sampling_logps"] == pytest.approx(other["sampling_logps"], abs=1e-5)
             assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-5)
     for one, other in zip(metrics(folder / "alone"), metrics(folder / "first"), strict=True):
+        ranks = sorted(other.pop(f"kl_rank_{name}") for name in ("min", "max"))
+        assert ranks[0] <= one["kl"] <= ranks[1]
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 

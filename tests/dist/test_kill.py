@@ -28,6 +28,7 @@ class Runs:
             "run.steps": steps,
             "checkpoint.every": 1,
             "checkpoint.keep": 1,
+            "watch.level": "quiet",  # pruning would spare a checkpoint from before the alarms of a random model
             "optim.name": "adamw",
             "optim.lr": 1e-3,
             "rollout.max_new_tokens": 4,
@@ -71,7 +72,7 @@ class Runs:
         return 8 * len(weights)
 
     def metrics(self, name: str) -> list[dict[str, float]]:
-        clocks = ("seconds", "tokens_per_second", "peak_memory")
+        clocks = ("seconds", "tokens_per_second", "peak_memory", "held_memory", "memory_slope")
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         return [{k: v for k, v in json.loads(line).items() if not k.startswith(clocks)} for line in lines]
 

@@ -101,7 +101,7 @@ def test_two_ranks_show_the_run_alone(folder: Path) -> None:
     ended = run(folder, *ZERO_GRPO, "--gpus", "2", "--log.histogram_every", "2")
     assert (ended.code, ended.err) == (0, "")
     lines = [line for line in ended.out.splitlines() if line]
-    assert "2 rank(s)" in ended.out and sum(line.startswith("step ") for line in lines) == 2
+    assert "2 rank(s)" in ended.out and sum(" | reward " in line for line in lines) == 2
     assert lines[-1].startswith("load it: ")
     for noise in NOISE:
         assert noise not in ended.out
