@@ -164,26 +164,6 @@ class ZeroEngine:
             finally:
                 offload.setup_zero_stage3_hooks()
 
-    @property
-    def can_rest(self) -> bool:
-        """Whether ``optimizer_at_rest`` moves anything. DeepSpeed has it for stages 1 and 2, but for the optimizer that
-        it makes of stage 1 in bf16; in stage 3 for its FusedAdam alone."""
-        optimizer = self._engine.optimizer
-        return self.stage in (1, 2) and hasattr(optimizer, "offload_states") and not optimizer.cpu_offload
-
-    @contextmanager
-    def optimizer_at_rest(self) -> Iterator[None]:
-        """Master weights and optimizer state in CPU memory inside: room for a rollout, at 24 bytes a parameter over
-        PCIe, sharded. Gradients need none: there are none between two updates. The caller asks ``can_rest``."""
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
-
-        pinned = self.world.device.type == "cuda"
-        self._engine.offload_states(include=(States.hp_params, States.optim_states), pin_memory=pinned)
-        try:
-            yield
-        finally:
-            self._engine.reload_states()
-
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Whole ``parameters`` on every rank, to read them (export). A collective under ZeRO-3."""

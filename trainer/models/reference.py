@@ -58,11 +58,6 @@ class Reference:
                 found = [(self.shards or self.copy or policy)(rows, return_hidden=exact) for rows in batches]
         return [ReferenceScores(scores["logps"], scores["hidden"] if exact else None) for scores in found]
 
-    @property
-    def head_visits(self) -> bool:
-        """Whether ``head_weight`` puts a copy on the device, for the time of a pass."""
-        return self.kind in ("streamed copy", "sharded copy")
-
     def head_weight(self) -> Tensor | None:
         """The head of a copy, on the device; None when the reference has the policy's frozen head."""
         if self.copy is None:
