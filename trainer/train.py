@@ -90,17 +90,23 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
             sums.add("loss", 0.0, count if world.is_main else 0)
     clock.lap("update")
 
+    metrics = measure_step(state, completions, sums, clock)
+    control_kl(state, metrics.get("kl"))
+    return metrics, completions
+
+
+def measure_step(state: State, completions: list[Completion], sums: Sums, clock: Stopwatch) -> dict[str, float]:
+    """What the completions and the machine say, beside what the updates have summed; over all ranks. A collective."""
     measure_rollout(completions, sums)
     measure_text(completions, sums, state.policy.tokenizer)
-    for _, share_of_top in top_tokens(completions, world)[:1]:
+    for _, share_of_top in top_tokens(completions, state.world)[:1]:
         sums.maximum("top_token_share", share_of_top)
     sums.maximum("kl_coef", state.kl_coefficient)
     sums.maximum("held_memory_gib", state.memory.held() / 2**30)
-    metrics = step_metrics(world, sums, clock.seconds, state.memory.take_peak())
+    metrics = step_metrics(state.world, sums, clock.seconds, state.memory.take_peak())
     if (slope := state.memory_slope.add(metrics["held_memory_gib"])) is not None:
         metrics["memory_slope_mib"] = slope * 1024
-    control_kl(state, metrics.get("kl"))
-    return metrics, completions
+    return metrics
 
 
 def train(state: State, output: Output, checkpoints: Checkpoints) -> None:
