@@ -14,7 +14,7 @@ def text(plan: Plan, card: Card, fits: bool, advice: Sequence[Advice]) -> str:
     phases = list(plan.phases)
     lines = [
         f"{settings.ranks} x {card.name} with {card.gib:.1f} GiB, by formulas; no weight was read. "
-        f"{settings.shape.total / 1e9:.2f} billion parameters, {settings.trained / 1e6:.1f} million trained.",
+        f"{_count(settings.shape.total)} parameters, {_count(settings.trained)} trained.",
         _passes(plan),
         "",
         f"{'GiB of a rank':<26}" + "".join(f"{phase:>11}" for phase in phases),
@@ -28,6 +28,10 @@ def text(plan: Plan, card: Card, fits: bool, advice: Sequence[Advice]) -> str:
         lines.append(f"On the host, a rank: {host / GIB:.1f} GiB.")
     lines += ["", _verdict(plan, card, fits), *(_advice(one) for one in advice)]
     return "\n".join(lines)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
 
 
 def _passes(plan: Plan) -> str:
