@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_run import RUN_FILE, write_run
 from trainer.world import World, connect, disconnect
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,3 +56,18 @@ def in_this_process(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[W
     yield world
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def written_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def run_here(written_run: Path, tmp_path: Path, in_this_process: World, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that is right, in a folder of its own, where the command runs."""
+    target = tmp_path / "run"
+    shutil.copytree(written_run, target)
+    (target / "run.toml").write_text(RUN_FILE)
+    monkeypatch.chdir(target)
+    return target

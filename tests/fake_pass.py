@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tools.bench_inputs import SHAPES
 from trainer.batch import Completion, PackedRows, Prompt
 from trainer.models import shared_prefix
 from trainer.models.packing import pack, pack_groups
@@ -33,13 +34,7 @@ BUCKET = 50_000_000
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "1.5B": {
-        "vocab_size": 151936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
+        key: value for key, value in SHAPES["qwen2.5-1.5b"].items() if key not in ("model_type", "rope_parameters")
     },
     "7B": {
         "vocab_size": 152064,
@@ -92,6 +87,7 @@ class Cell:
             generations=self.generations,
             prompts=self.groups,
             shared=self.shared,
+            decodes_shared=self.shared,
             micro_batch=0,
             token_budget=10**6,
             checkpointing=self.checkpointing,
@@ -136,7 +132,7 @@ class FourBit(nn.Module):
 
 
 def _model(cell: Cell) -> Qwen2ForCausalLM:
-    config = Qwen2Config(**cell.config, max_position_embeddings=32768, attn_implementation="sdpa")
+    config = Qwen2Config(**{"max_position_embeddings": 32768} | cell.config, attn_implementation="sdpa")
     with torch.device("meta"):
         causal = Qwen2ForCausalLM(config).to(torch.bfloat16)
     if cell.mode != "full":  # not within the context: PEFT leaves adapters that begin there in fp32

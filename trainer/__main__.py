@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.arguments import Command, parser_of, without_local_rank
-from trainer.data_tools.command import add_commands as add_data
+from trainer.data_tools import command as data
 from trainer.errors import Lost, OutOfMemory, Refused, RunEnd
 from trainer.eval_run.command import add_commands as add_eval
 from trainer.interrupts import leave
@@ -169,13 +169,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Of all commands."""
-    return parser_of((train, preflight, plan, doctor, hosts, export, init, keys), (add_data, add_eval, readers.add_to))
+    return parser_of(
+        (train, preflight, plan, doctor, hosts, export, init, keys), (data.add_commands, add_eval, readers.add_to)
+    )
 
 
 def _command(argv: list[str]) -> int:
     arguments, rest = parser().parse_known_args(accept(without_local_rank(argv)))
     command: Command = arguments.command
-    if rest and command in (init, keys, hosts, *readers.COMMANDS):
+    if rest and command in (init, keys, hosts, *data.COMMANDS, *readers.COMMANDS):
         raise Refused(f"zero-grpo {command.__name__}: it takes no {' '.join(rest)}.")
     return command(arguments, rest)
 

@@ -64,7 +64,7 @@ return found;
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     rows = [row(f"answer {value}", value, index=i) for i, value in enumerate((0.0, 0.25, 0.5, 1.0))]
-    rows += [row("a needle \u2581\u2581\u2581\u2581", 0.75, index=4)]
+    rows += [row("a needle \u2581\u2581\u2581\u2581", 0.75, index=4), row("unscored", None, index=5)]
     folder = write_folder(tmp_path / "run", 12, rows=rows)
     counts = [0] * (len(EDGES) - 1)
     counts[90], counts[120] = 30, 10

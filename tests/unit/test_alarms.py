@@ -144,9 +144,16 @@ def test_a_mild_kl_counts_where_the_reward_has_fallen() -> None:
 
 
 def test_a_metric_that_does_not_exist_raises_nothing_and_stops_no_count() -> None:
-    alarms = Alarms(Watch())
-    for step in range(1, 40):
-        assert alarms.look(step, {}) == []
+    for row in ({}, {"kl_rank_min": 0.1}, {"kl_rank_min": 0.1, "kl": 1.0}, {"kl_rank_max": 0.9, "kl": 1.0}):
+        alarms = Alarms(Watch())
+        for step in range(1, 40):
+            assert alarms.look(step, row) == []
+
+
+def test_recorded_rollouts_have_no_gap_to_their_sampler() -> None:
+    rows = [{}] * 10 + [{"sampling_logp_gap": 0.3}] * 5
+    assert [alarm.alarm for alarm in told(Alarms(Watch()), rows)] == ["sampling_gap"]
+    assert told(Alarms(Watch(), replays=True), rows) == []
 
 
 def test_levels() -> None:

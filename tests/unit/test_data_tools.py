@@ -171,6 +171,8 @@ def test_files_appear_whole_or_not_at_all(data: Run, monkeypatch: pytest.MonkeyP
     for words in (
         [only_bad, "out.jsonl", "--force"],
         [source, source, "--force"],
+        [write(Path("one.eval.jsonl"), BAD), "one.jsonl", "--force"],
+        [write(Path("two.rejected.jsonl"), BAD), "two.jsonl", "--force"],
         [source, "no/out.jsonl"],
         [source, "o.csv"],
     ):
@@ -178,7 +180,8 @@ def test_files_appear_whole_or_not_at_all(data: Run, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
         broken.setattr("trainer.data_tools.convert._shaped", lambda *_: 1 / 0)
         data("convert", source, "out.jsonl", "--force")
-    Path(only_bad).unlink()
+    for path in (only_bad, "one.eval.jsonl", "two.rejected.jsonl"):
+        Path(path).unlink()
     assert {path: path.read_bytes() for path in before} == before and len(list(Path().iterdir())) == len(before)
 
 
@@ -316,3 +319,31 @@ def test_a_check_in_blocks_is_that_of_the_whole(data: Run, monkeypatch: pytest.M
     code, said = data("check", source)
     assert code == 2 and "2 of 5 rows cannot be used" in said and "2 x strings and messages mixed" in said
     assert "1 prompts repeat an earlier one, 0 of them with another answer: rows 5 = 3" in said
+
+
+def test_the_usual_kind_of_prompt_is_that_of_the_good_rows(data: Run) -> None:
+    """As training has it: blank prompts do not vote."""
+    message = {"prompt": [{"role": "user", "content": "m"}]}
+    source = write(Path("in.jsonl"), [message, message, {"prompt": "a"}, *[{"prompt": " "}] * 3])
+    code, said = data("check", source)
+    assert code == 2 and "4 of 6 rows cannot be used" in said and "1 x strings and messages mixed" in said
+
+
+def test_messages_in_a_cell_of_a_csv_file_make_strings_beside_them_messages(data: Run) -> None:
+    Path("in.csv").write_text('prompt,answer\nplain,1\n"[{""role"": ""user"", ""content"": ""listed""}]",2\n')
+    assert data("convert", "in.csv", "out.jsonl")[0] == 0
+    assert [one["prompt"][0]["content"] for one in rows("out.jsonl")] == ["plain", "listed"]
+
+
+def test_a_file_that_cannot_be_read_is_refused(data: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("in.json", "in.jsonl", "in.csv"):
+        source = write(Path(name), [{"prompt": "a"}])
+        with monkeypatch.context() as broken:
+            for function in ("open", "read_text", "read_bytes"):
+                broken.setattr(Path, function, refuse_to_read)
+            code, said = data("check", source)
+        assert code == 2 and "cannot be read: Permission denied" in said, said
+
+
+def refuse_to_read(*_: Any, **__: Any) -> Any:
+    raise PermissionError(13, "Permission denied")

@@ -15,6 +15,7 @@ from trainer.doctor.finding import EXPLAINS, Diagnosis, Finding, ranked
 from trainer.doctor.recorded import diagnose_records as diagnose
 from trainer.doctor.records import Recorded, read
 from trainer.errors import Refused
+from trainer.record.run_dir import read_lines
 
 TOKENS = {"hello": 0, "\u0120world": 1, "42": 2, "!": 3, "<|im_end|>": 4}
 STEPS = 30
@@ -155,10 +156,13 @@ def test_metrics_that_name_their_cause(fault: str) -> None:
 
 
 def test_steps_without_a_gradient_and_the_reason_of_the_end() -> None:
-    run = healthy()
-    for row in run.metrics[10:]:
-        del row["grad_norm"], row["loss"]
-    assert diagnose(run, "").causes[0].cause == "non_finite"
+    """A refused gradient leaves a rate without a norm, its loss may be finite; nothing to train on leaves neither."""
+    for absent, expected in ((("grad_norm",), ["non_finite"]), (("grad_norm", "loss", "lr"), [])):
+        run = healthy()
+        for row in run.metrics[10:]:
+            for name in absent:
+                del row[name]
+        assert [one.cause for one in diagnose(run, "").causes] == expected
     for reason, cause in (
         ("rollout: the logits of decoding position 3 hold NaN or infinity", "non_finite"),
         ("reward 'x' failed on 9 of 9 completions, more than max_unscored = 0.1 allows", "reward_fails"),
@@ -263,6 +267,21 @@ def test_the_command_reads_a_run_directory(tmp_path: Path, capsys: pytest.Captur
     assert (found["healthy"], found["causes"][0]["cause"]) == (False, "coefficient_scaled")
     assert set(found["causes"][0]) == {"cause", "what", "confidence", "evidence", "fix"}
     assert main(["doctor", str(tmp_path), "--run.seed", "3"]) == 2
+
+
+def test_a_completion_may_hold_what_looks_like_the_end_of_a_line(tmp_path: Path) -> None:
+    lines = [json.dumps(row | {"note": "one\u2028two\u0085three"}, ensure_ascii=False) for row in rollouts(1)]
+    (tmp_path / "step.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    assert len(read_lines(tmp_path / "step.jsonl")) == len(lines)
+
+
+def test_a_replayed_run_was_sampled_by_another_policy() -> None:
+    for replay, expected in (("", ["sampling_differs"]), ("recorded", [])):
+        run = healthy({"rollout.replay": replay} if replay else None)
+        for row in run.metrics:
+            row["sampling_logp_gap"] = 0.3
+        run.rollouts.clear()
+        assert [one.cause for one in diagnose(run, "").causes] == expected
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

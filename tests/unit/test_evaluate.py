@@ -48,6 +48,10 @@ def test_pass_at_k_is_the_share_of_all_draws_of_k_with_a_correct_one(k: int) -> 
     assert found.mean == pytest.approx((expected + (k < 5)) / (3 if k < 5 else 2)) and found.unscored == 1
 
 
+def test_a_weighted_sum_of_all_that_can_be_earned_is_correct() -> None:
+    assert 0.7 + 0.2 + 0.1 < 1 and pass_at(1, [[0.7 + 0.2 + 0.1, 0.999]], correct_at=1.0).mean == 0.5
+
+
 def test_pass_at_k_goes_up_to_all_samples() -> None:
     def ks(generations: int) -> list[int]:
         rewards = [[0.0] * generations]

@@ -1,7 +1,6 @@
 """Memory that runs out in each part of a run: the part, the amount and one change are named; the last state stands."""
 
 import json
-import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_run import RUN_FILE, run_config, write_run
+from tests.tiny_run import run_config
 from trainer.__main__ import main
-from trainer.out_of_memory import heard_of, ran_out
+from trainer.out_of_memory import _smaller_rollout, _smaller_state, heard_of, ran_out
 from trainer.record.memory import asked_of_memory
 from trainer.record.run_dir import RunDirectory, read_status
+from trainer.train import train as run_steps
 from trainer.world import World
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 22.06 GiB of which 1.1 is free."
@@ -39,19 +39,9 @@ def test_what_was_asked_for_is_read_from_the_library(error: Exception, asked: st
     assert asked_of_memory(error) == asked
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("right"))
-
-
 @pytest.fixture
-def folder(right: Path, tmp_path: Path, in_this_process: World, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that is right, in a folder of its own, where the command runs."""
-    target = tmp_path / "run"
-    shutil.copytree(right, target)
-    (target / "run.toml").write_text(RUN_FILE)
-    monkeypatch.chdir(target)
-    return target
+def folder(run_here: Path) -> Path:
+    return run_here
 
 
 def run_out(*_: Any, **__: Any) -> Any:
@@ -160,6 +150,28 @@ def test_the_change_for_a_state_that_does_not_fit(settings: dict[str, Any], rank
     assert f"Fix: {fix}" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("phase", "prompts", "fix"),
+    [
+        ("in the rollout", 8, "rollout.prompts_per_step = 4"),
+        ("in the rollout", 64, "rollout.max_new_tokens = "),  # 128 rows decode, the others wait
+        ("in the evaluation", 8, "rollout.max_new_tokens = "),
+    ],
+)
+def test_fewer_prompts_help_only_a_rollout_that_decodes_all_of_them(
+    phase: str, prompts: int, fix: str, world: World
+) -> None:
+    config = run_config(Path("."), {"rollout.prompts_per_step": prompts, "rollout.num_generations": 4})
+    assert _smaller_rollout(phase, config, world).startswith(fix)
+
+
+def test_no_offload_for_an_optimizer_that_has_none(world: World) -> None:
+    card = replace(world, device=torch.device("cuda"))
+    for name, fix in (("adamw", 'engine.deepspeed = "zero2-offload"'), ("adamw8bit", "lora.r = 16")):
+        config = run_config(Path("."), {"optim.name": name, "engine.deepspeed": "zero2", "lora.r": 0})
+        assert _smaller_state(config, card).startswith(fix)
+
+
 def test_a_run_that_goes_on_after_it_is_the_run_without_it(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In the middle of a backward pass, what is saved is the state between two steps."""
     train = ["train", "run.toml", "--checkpoint.every", "0", "--engine.micro_batch", "4"]
@@ -169,6 +181,10 @@ def test_a_run_that_goes_on_after_it_is_the_run_without_it(folder: Path, capfd: 
         assert main(train) == 3
     assert "saved out/checkpoints/step-000001; go on with --resume auto" in capfd.readouterr().out
     (folder / "out/.lock").unlink()  # which goes with the process, elsewhere
-    assert main([*train, "--resume", "auto"]) == 0
+    good: list[Path | None] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("trainer.run.train", lambda *parts: (good.append(parts[2].good), run_steps(*parts)))
+        assert main([*train, "--resume", "auto"]) == 0
+    assert good == [Path("out/checkpoints/step-000001")], "the newest from before any alarm, which pruning spares"
     whole, resumed = (load_file(folder / name / "adapter/adapter_model.safetensors") for name in ("whole", "out"))
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)

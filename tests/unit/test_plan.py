@@ -87,6 +87,17 @@ def test_what_decodes_on_a_cpu_reads_copies_of_the_weights() -> None:
     assert copies == 2 * (shape.block_weights + shape.matrix + cpu.settings.trained)
 
 
+def test_a_rollout_by_generate_prefills_every_row() -> None:
+    """rollout.engine = "hf", though training passes share their prompts."""
+    ours, theirs = (plan(run(decodes_shared=shared)) for shared in (True, False))
+    assert ours.phases["training"] == theirs.phases["training"]
+    rows = 8 * 8
+    a_token = 2 * 2 * ours.settings.shape.keys * (ours.settings.shape.layers + 1)
+    assert theirs.phases["rollout"]["KV cache"] == a_token * rows * (512 + 512)
+    assert ours.phases["rollout"]["KV cache"] == a_token * (8 * 512 + rows * 512)
+    assert theirs.phases["rollout"]["activations"] == 8 * ours.phases["rollout"]["activations"]
+
+
 def test_an_adapter_of_known_size() -> None:
     """Qwen2.5's 1.5B and 7B with r = 16 on all linear layers."""
     sizes = [cast(Shape, shape_of({"model_type": "qwen2"} | CONFIGS[name])) for name in ("1.5B", "7B")]

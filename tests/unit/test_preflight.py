@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Qwen2Config, Qwen2ForCausalLM
 
 from tests.tiny import TINY, tiny_qwen2, tiny_tokenizer
-from tests.tiny_run import RUN_FILE, run_config, write_run
+from tests.tiny_run import run_config
 from trainer.__main__ import main
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
@@ -23,7 +22,6 @@ from trainer.models import skeleton
 from trainer.preflight.report import SECTIONS
 from trainer.preflight.survey import Survey, survey
 from trainer.preflight.versions import out_of_range
-from trainer.world import World
 
 SCORES = """
 def right(completions, answer):
@@ -46,21 +44,12 @@ def short(completions):
 """
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_run(tmp_path_factory.mktemp("right"))
-
-
 @pytest.fixture
-def folder(right: Path, tmp_path: Path, in_this_process: World, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that is right, in a folder of its own, where the command runs."""
-    target = tmp_path / "run"
-    shutil.copytree(right, target)
-    (target / "run.toml").write_text(RUN_FILE)
+def folder(run_here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    target = run_here
     (target / "scores.py").write_text(SCORES)
     rows = [{"prompt": f"{n} + 1 =", "answer": f"{n + 1}"} for n in range(8)]
     (target / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.chdir(target)
     monkeypatch.syspath_prepend(target)
     return target
 

@@ -9,7 +9,6 @@ import torch
 
 from tests.tiny import tiny_qwen2, tiny_tokenizer
 from trainer.config import load, recipes, shipped
-from trainer.config.rules.available import NOT_YET
 from trainer.preflight.survey import survey
 
 CARDS = {
@@ -22,15 +21,12 @@ CARDS = {
 }
 """Recipes for 24 GB cards, and how many of them."""
 
-LATER = {"a10-7b-qlora"} if "quant.bits" in NOT_YET else set()
-"""Those that this version cannot train yet."""
-
 
 def recipe(name: str) -> str:
     return str(shipped.recipes() / f"{name}.toml")
 
 
-@pytest.mark.parametrize("name", [name for name in recipes.names() if name not in LATER])
+@pytest.mark.parametrize("name", recipes.names())
 def test_every_recipe_is_a_run_file(name: str) -> None:
     config = load(recipe(name))
     assert config.run.dir and (config.grpo.kl.coef <= 0.04 or name == "seed")  # which says so at its start
@@ -50,7 +46,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--model.name_or_path", str(folder / "model"), *data, "--run.dir", str(folder / "out")]
 
 
-@pytest.mark.parametrize(("name", "cards"), [one for one in CARDS.items() if one[0] not in LATER])
+@pytest.mark.parametrize(("name", "cards"), CARDS.items())
 def test_a_recipe_for_24_gb_cards_passes_the_checks(name: str, cards: int, local: list[str]) -> None:
     config = load(recipe(name), local)
     found = survey(config, Path(), torch.device("cpu"), ranks=cards, begins=True)

@@ -49,21 +49,27 @@ def row_fault(row: dict[str, Any], column: str) -> Fault | None:
     """The first thing that is wrong with a row."""
     if column not in row:
         return Fault(column, "no such column", PROMPT_TYPE, f"{column} missing")
-    match row[column]:
+    return prompt_fault(row[column], column) or surrogate_fault(row)
+
+
+def prompt_fault(prompt: Any, field: str) -> Fault | None:
+    match prompt:
         case str() as text:
-            fault = _string_fault(text, column)
+            return _string_fault(text, field)
         case list() as messages:
-            fault = _messages_fault(messages, column)
+            return _messages_fault(messages, field)
         case None:
-            fault = Fault(column, "null", PROMPT_TYPE, f"{column} null")
+            return Fault(field, "null", PROMPT_TYPE, f"{field} null")
         case value:
-            fault = Fault(column, shown(value), PROMPT_TYPE, f"{column} neither string nor messages")
-    if fault is None:
-        # Half a surrogate pair cannot be tokenised, nor written to the record of the run hours later.
-        for name, value in row.items():
-            if not all(map(encodable, _strings(value))):
-                return Fault(name, shown(value), "text without lone surrogates", "lone surrogate")
-    return fault
+            return Fault(field, shown(value), PROMPT_TYPE, f"{field} neither string nor messages")
+
+
+def surrogate_fault(row: dict[str, Any]) -> Fault | None:
+    """Half a surrogate pair cannot be tokenised, nor written to the record of the run hours later."""
+    for name, value in row.items():
+        if not all(map(encodable, _strings(value))):
+            return Fault(name, shown(value), "text without lone surrogates", "lone surrogate")
+    return None
 
 
 def _string_fault(text: str, field: str) -> Fault | None:

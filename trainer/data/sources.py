@@ -47,10 +47,9 @@ def read_rows(source: Source) -> Table:
 
 def read_blocks(source: Source) -> Iterator[Table]:
     """The same rows in blocks; a text or Parquet file may be larger than memory."""
-    blocks = _blocks(source)
     found = False
     try:
-        for block in blocks:
+        for block in _blocks(source):
             found = found or bool(block.rows or block.unreadable)
             yield block
     except OSError as error:

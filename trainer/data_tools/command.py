@@ -18,7 +18,6 @@ TARGETS = {
 
 def check(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Show what a source holds and how training reads it; exit 2 where rows cannot be used."""
-    _refuse_rest(check, rest)
     quiet_libraries()
     from trainer.config.sections import Data
     from trainer.data.sources import Source
@@ -38,7 +37,6 @@ def check(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def convert(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Write a source as JSONL that training reads, or in another tool's form; bad rows go beside it."""
-    _refuse_rest(convert, rest)
     quiet_libraries()
     from trainer.data.sources import Source
     from trainer.data_tools.convert import Wanted, convert_data
@@ -56,6 +54,9 @@ def convert(arguments: argparse.Namespace, rest: list[str]) -> int:
     source = Source(arguments.source, arguments.split, arguments.config, "IN", "--split")
     convert_data(source, Path(arguments.out), wanted)
     return 0
+
+
+COMMANDS = (check, convert)
 
 
 def add_commands(commands: Any) -> None:
@@ -85,8 +86,3 @@ def add_commands(commands: Any) -> None:
             sub.add_argument("--eval-fraction", type=float, default=0.0, metavar="F", help="share held out, beside OUT")
             sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the share held out, as data.seed")
             sub.add_argument("--force", action="store_true", help="replace what lies at OUT")
-
-
-def _refuse_rest(function: Any, rest: list[str]) -> None:
-    if rest:
-        raise Refused(f"zero-grpo data {function.__name__}: it takes no {' '.join(rest)}.")

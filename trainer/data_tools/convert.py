@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from trainer.data.prompts import held_out_places
-from trainer.data.row_checks import MESSAGES_AS_TEXT, row_fault
+from trainer.data.row_checks import row_fault
 from trainer.data.shapes import ANSWER_NAMES, PROMPT_NAMES, Columns, map_columns
 from trainer.data.sources import Source
 from trainer.data.table import RowProblem, Table, listed
 from trainer.data_tools.forms import CONVERSATIONS, NAMES, as_messages
-from trainer.data_tools.survey import FLAGS, Survey, second_reading, survey
+from trainer.data_tools.survey import FLAGS, Survey, messages_of, second_reading, survey
 from trainer.errors import Refused
 from trainer.launcher import say
 from trainer.record.console import printable
@@ -98,8 +98,11 @@ def _check_places(source: Source, files: Sequence[Path], wanted: Wanted) -> None
         raise Refused(f"data convert: OUT is {out}, expected a name that ends in .jsonl.")
     if not out.parent.is_dir():
         raise Refused(f"data convert: OUT is {out}: there is no folder {out.parent}. Fix: make it, or another OUT.")
-    if out.exists() and source.path.exists() and out.samefile(source.path):
-        raise Refused(f"data convert: IN and OUT are one file, {out}. Fix: another OUT.")
+    for file in files:
+        if file.exists() and source.path.exists() and file.samefile(source.path):
+            raise Refused(
+                f"data convert: IN is {file}, which is written or removed with OUT = {out}. Fix: another OUT."
+            )
     there = [str(file) for file in files if file.exists()]
     if there and not wanted.force:
         raise Refused(
@@ -178,13 +181,7 @@ def _shaped(prompt: str | list[Row], answer: Any, rest: Row, target: Target, pla
 
 def _from_text(row: Row, column: str) -> Row:
     """With the list of messages that a CSV cell holds as JSON."""
-    text = row.get(column)
-    if not isinstance(text, str) or not MESSAGES_AS_TEXT.match(text):
-        return row
-    try:
-        return row | {column: json.loads(text)}
-    except json.JSONDecodeError:
-        return row
+    return row | {column: messages_of(row[column])} if column in row else row
 
 
 def _text_of(answer: Any) -> Any:

@@ -1,13 +1,16 @@
 """The first of two readings of a source, in blocks: which columns it has, and of what kind."""
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
+from trainer.data.row_checks import MESSAGES_AS_TEXT, prompt_fault, surrogate_fault
 from trainer.data.sources import Source, read_blocks
 from trainer.data.table import RowProblem, Table
 from trainer.data_tools.forms import Form, form_of, plain
@@ -27,7 +30,7 @@ class Survey:
     """Entries of a log that are no query."""
     columns: list[str] = field(default_factory=list)
     strings: Counter[str] = field(default_factory=Counter)
-    """By column: values that are strings."""
+    """By column: strings that could be a prompt, as training counts them."""
     lists: Counter[str] = field(default_factory=Counter)
     first: RowProblem | None = None
     """The first row that cannot be read."""
@@ -53,14 +56,28 @@ def survey(source: Source, *, convert: bool) -> Survey:
         found.passed_over += passed_over
         found.columns = list(dict.fromkeys([*found.columns, *table.columns]))
         for row in table.rows:
-            for name, value in row.items():
-                if isinstance(value, str):
-                    found.strings[name] += 1
-                elif isinstance(value, list):
-                    found.lists[name] += 1
+            if surrogate_fault(row) is None:
+                _count(found, row, convert)
         if found.first is None and table.unreadable:
             found.first = table.unreadable[0]
     return found
+
+
+def _count(found: Survey, row: dict[str, Any], convert: bool) -> None:
+    for name, value in row.items():
+        value = messages_of(value) if convert else value
+        if isinstance(value, str | list) and prompt_fault(value, name) is None:
+            (found.strings if isinstance(value, str) else found.lists)[name] += 1
+
+
+def messages_of(value: Any) -> Any:
+    """The list of messages that a CSV cell holds as JSON; any other value as it is."""
+    if not isinstance(value, str) or not MESSAGES_AS_TEXT.match(value):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 def second_reading(source: Source, found: Survey) -> Iterator[Table]:
