@@ -55,7 +55,7 @@ class Output:
         self.seconds: list[float] = []
         self.first_steps = FirstSteps(state.steps)
         self.evaluations: list[Evaluation] = []
-        self.alarms = Alarms(state.config.watch)
+        self.alarms = Alarms(state.config.watch, replays=bool(state.config.rollout.replay))
         self.trackers = Trackers((), self.path, "", {}, 0)
         self.draws = True
         """Histograms become pictures, too, until that has failed."""
@@ -111,9 +111,7 @@ class Output:
     def step(self, metrics: dict[str, float], completions: Sequence[Completion]) -> list[Alarm]:
         """Metrics, rollouts, samples and alarms of the step that was just done."""
         self._records(metrics, completions)
-        # Another policy has sampled what is replayed.
-        other = {"sampling_logp_gap"} if self.config.rollout.replay else set()
-        alarms = self.alarms.look(self.state.step, {key: metrics[key] for key in metrics if key not in other})
+        alarms = self.alarms.look(self.state.step, metrics)
         if alarms:  # on all ranks alike: they have the same metrics
             shown = evidence(completions, self.state.policy.tokenizer, self.world)
             for alarm in alarms if self.world.is_main else ():

@@ -239,7 +239,7 @@ def measure_policy(state: State, batch: MicroBatch, scores: TokenScores, sums: S
         sums.add("kl_square", float(kl.square().sum()), tokens)
         sums.maximum("kl_max", float(kl.max()))
         sums.add("kl_tail_fraction", float((kl.abs() > KL_TAIL).sum()), tokens)
-        if state.config.log.histogram_every:
+        if (every := state.config.log.histogram_every) and (state.step + 1) % every == 0:
             state.kl_histogram.add(kl)
     sampled = torch.tensor([logp for c in batch.completions for logp in c.sampling_logps], device=scores.logps.device)
     gap = (scores.logps - sampled).abs().double()

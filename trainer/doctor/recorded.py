@@ -42,9 +42,10 @@ def diagnose_records(run: Recorded, target: str) -> Diagnosis:
 
 
 def end_of_run(run: Recorded) -> Verdict:
-    """What ended it, in its own words, and steps whose gradient was refused: their loss and norm are absent."""
+    """What ended it, in its own words, and steps whose gradient was refused: they have a rate and no norm; a step
+    with nothing to train on has neither."""
     reason, state = run.status.get("reason", ""), run.status.get("state", "")
-    refused = [row["step"] for row in run.metrics if "grad_norm" not in row and "loss" not in row]
+    refused = [row["step"] for row in run.metrics if "lr" in row and "grad_norm" not in row]
     if state == "stopped" and re.search(r"\b(nan|inf|infinity)\b", reason, re.IGNORECASE):
         return [Finding("non_finite", 0.95, {"reason": reason, "steps_without_gradient": len(refused)})]
     if len(refused) >= ENOUGH and len(refused) > len(run.metrics) / 5:
@@ -102,7 +103,7 @@ def coefficient(run: Recorded) -> Verdict:
 
 def alarms(run: Recorded) -> Verdict:
     """What the alarms of the run's own settings say of its metrics; most sure of those that stand at the end."""
-    machine = Alarms(run.config.watch)
+    machine = Alarms(run.config.watch, replays=bool(run.config.rollout.replay))
     said = [alarm for row in run.metrics for alarm in machine.look(row["step"], _numbers(row))]
     standing = {name for name, one in machine.standings.items() if one.active}
     found = []

@@ -1,6 +1,5 @@
 """The records of a run, as its checks read them."""
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from trainer.config import RunConfig, load
 from trainer.doctor.finding import Finding
 from trainer.errors import Refused
-from trainer.record.run_dir import read_lines, read_metrics
+from trainer.record.run_dir import read_lines, read_metrics, read_object, read_status
 
 Row = dict[str, Any]
 Verdict = list[Finding] | str
@@ -58,19 +57,11 @@ def read(folder: Path) -> Recorded:
     files = sorted((folder / "rollouts").glob("step-*.jsonl"))
     places = sorted({round(i * (len(files) - 1) / (READ_ROLLOUTS - 1)) for i in range(READ_ROLLOUTS)}) if files else []
     rollouts = {int(files[place].stem.removeprefix("step-")): read_lines(files[place]) for place in places}
-    vocabulary = _json(folder / "rollouts" / "vocabulary.json")
+    vocabulary = read_object(folder / "rollouts" / "vocabulary.json")
     return Recorded(
         load(str(folder / "config.toml")),
         read_metrics(folder),
         {step: rows for step, rows in rollouts.items() if rows},
-        _json(folder / "run_status.json"),
+        read_status(folder),
         vocabulary.get("tokens", {}),
     )
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -193,11 +193,16 @@ def check_can_write(path: Path, key: str) -> None:
 
 def read_status(run_dir: Path) -> dict[str, Any]:
     """run_status.json; empty where there is none yet."""
+    return read_object(run_dir / "run_status.json")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object of a JSON file; empty where none can be read."""
     try:
-        found: dict[str, Any] = json.loads((run_dir / "run_status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -208,7 +213,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a file of one a line, up to one that is cut; none where there is no file."""
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+    # Not splitlines(): a completion may hold U+2028 or U+0085, which JSON does not escape.
+    for line in file.read_text(encoding="utf-8").split("\n") if file.is_file() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:

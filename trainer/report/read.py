@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import Refused
+from trainer.record.run_dir import read_object, read_status
 
 Row = dict[str, Any]
 
@@ -52,7 +53,7 @@ def read_run(path: Path) -> Run:
     run.evaluations = [one for one in evaluations if is_step(one.get("step"))]
     run.histograms = by_step(sorted((path / "histograms").glob("step-*.json")))
     run.rollouts = by_step(sorted((path / "rollouts").glob("step-*.jsonl")))
-    run.status = read_object(path / "run_status.json")
+    run.status = read_status(path)
     run.config = read_text(path / "config.toml")
     run.environment = read_text(path / "environment.json")
     return run
@@ -84,12 +85,6 @@ def read_lines(path: Path, notes: list[str]) -> list[Row]:
     if bad - torn:
         notes.append(f"{path.name}: {bad - torn} lines are no JSON objects and were passed over")
     return rows
-
-
-def read_object(path: Path) -> Row:
-    """Empty where there is none that can be read."""
-    found = parsed(read_text(path))
-    return found if isinstance(found, dict) else {}
 
 
 def read_text(path: Path) -> str:

@@ -3,7 +3,7 @@
 const ROWS_A_PAGE = 25;
 const ORDERS = {
   "worst reward first": (a, b) => order(a.reward, b.reward) || b.marked - a.marked,
-  "best reward first": (a, b) => order(b.reward, a.reward) || a.marked - b.marked,
+  "best reward first": (a, b) => order(a.reward, b.reward, -1) || a.marked - b.marked,
   "most garbled first": (a, b) => b.marked - a.marked || order(a.reward, b.reward),
   "latest step first": (a, b) => b.step - a.step || a.group - b.group || a.index - b.index,
   "earliest step first": (a, b) => a.step - b.step || a.group - b.group || a.index - b.index,
@@ -11,9 +11,9 @@ const ORDERS = {
 };
 
 /** The unscored come last, whichever way the others are ordered. */
-function order(a, b) {
+function order(a, b, way = 1) {
   if (a === null || b === null) return (a === null) - (b === null);
-  return a - b;
+  return way * (a - b);
 }
 
 function textOf(parts) {

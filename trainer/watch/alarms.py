@@ -72,6 +72,8 @@ class Alarms:
     """The state is JSON-safe, and part of a checkpoint."""
 
     settings: Watch
+    replays: bool = False
+    """Rollouts are recorded ones: another policy has sampled them, so the gap to it is no sign."""
     first: list[dict[str, float]] = field(default_factory=list)
     """Signals of the first steps."""
     standings: dict[str, Standing] = field(default_factory=dict)
@@ -95,6 +97,8 @@ class Alarms:
 
     def look(self, step: int, row: Numbers) -> list[Alarm]:
         """What is to be told after a step; to be asked once a step, with its metrics."""
+        if self.replays:
+            row = {key: value for key, value in row.items() if key != "sampling_logp_gap"}
         if len(self.first) < self.settings.baseline_steps:
             self.first.append(dict(row))
         begin, known = self.beginning(), len(self.first) >= self.settings.baseline_steps

@@ -119,7 +119,8 @@ def entropy_collapse(row: Numbers, begin: Numbers, limits: Numbers) -> Reading |
 
 def kl_ranks(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     """Each rank sees other completions, so one step says nothing; always the same difference does."""
-    if row.get("kl_rank_min", 0.0) <= 0 or row["kl"] < 0.01:
+    # Each of the three is absent for itself where it is not finite.
+    if row.get("kl", 0.0) < 0.01 or row.get("kl_rank_min", 0.0) <= 0 or "kl_rank_max" not in row:
         return None
     ratio = row["kl_rank_max"] / row["kl_rank_min"]
     return Reading(ratio, 3.0, None, ratio > 3, ratio < 2)
