@@ -284,6 +284,12 @@ def test_the_command_says_what_would_fit(planned: Planned) -> None:
     assert code == 2 and "Does not fit: beyond 22.00 GiB" in said and " ".join(first["changes"]) in said
 
 
+def test_changes_that_are_legal_together_alone_are_found(planned: Planned) -> None:
+    """4 bits want an adapter: neither of the two would be told for itself."""
+    code, said = planned("--memory-gib", "4.5", "--lora.r", "0", "--json")
+    assert code == 2 and json.loads(said)["advice"][0]["changes"] == ["--quant.bits", "4", "--lora.r", "16"]
+
+
 def test_a_budget_that_is_too_large_is_what_is_named(planned: Planned) -> None:
     code, said = planned("--gpu", "a10", "--engine.gradient_checkpointing", "off", "--engine.token_budget", "16384")
     assert code == 2 and "  --engine.token_budget auto: peak " in said

@@ -1,8 +1,8 @@
 """What a pass keeps for its backward pass, and holds beyond that at its fullest moments.
 
 Derived from the blocks of transformers' Llama, Qwen2 and Qwen3 as models/shared_prefix.py and models/head.py run them,
-and counted storage by storage in tests/plan. Below, e is the bytes of an element, H the hidden size, I the
-intermediate, A and K the elements of a token's queries and keys, T the tokens of the pass, N those that are scored.
+and counted storage by storage in tests/unit/test_plan_fake.py. Below, e is the bytes of an element, H the hidden size,
+I the intermediate, A and K the elements of a token's queries and keys, T the tokens of the pass, N those scored.
 """
 
 from trainer.plan.settings import Pass, Settings

@@ -49,10 +49,9 @@ def advise(
     ``asked``: the run as its file has it. ``fitted``: the run with further words of the command line, at its best in
     ``room`` bytes; None where they are refused or change nothing.
     """
-    usable = [change for change in CHANGES if fitted(change)]
     for size in range(1, MOST_CHANGES + 1):
         found = []
-        for changes in combinations(usable, size):
+        for changes in combinations(CHANGES, size):
             if len({key for key, _ in changes}) < size:
                 continue
             words = tuple(word for change in changes for word in change)

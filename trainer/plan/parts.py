@@ -46,7 +46,7 @@ def cache(settings: Settings) -> float:
     tokens on; of one layer the old ones too, while it grows. Half the groups may be waiting for a last row."""
     shape, groups, generations = settings.shape, settings.groups, settings.generations
     rows = min(max(ROWS, 2 * generations), groups * generations)
-    if not settings.shared:
+    if not settings.decodes_shared:
         return 2 * settings.itemsize * shape.keys * rows * (settings.prompt + settings.new) * (shape.layers + 1)
     prompts = min(groups, 2 * max(1, rows // generations)) * settings.prompt
     capacity = FIRST_CAPACITY
@@ -62,10 +62,10 @@ def rollout(settings: Settings) -> Parts:
     shape = settings.shape
     rows = min(max(ROWS, 2 * settings.generations), settings.groups * settings.generations)
     tokens = min(settings.groups * settings.prompt, max(PREFILL, settings.prompt))
-    if not settings.shared:
+    if not settings.decodes_shared:
         tokens = rows * settings.prompt
     whole = state.gathered(settings, whole=True)
-    if not settings.cuda and settings.shared:
+    if not settings.cuda and settings.decodes_shared:
         adapter = settings.trained if settings.rank else 0
         whole += settings.itemsize * (shape.matrix + adapter + (0 if settings.bits else shape.block_weights))
     return resident(settings) | {
@@ -159,8 +159,14 @@ class Plan:
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     @property
+    def fullest(self) -> str:
+        """The phase of the peak."""
+        totals = self.totals
+        return max(totals, key=lambda phase: totals[phase])
+
+    @property
     def peak(self) -> float:
-        return max(self.totals.values())
+        return self.totals[self.fullest]
 
 
 def plan(settings: Settings) -> Plan:

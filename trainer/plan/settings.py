@@ -73,6 +73,8 @@ class Settings:
     """Of a step, all ranks together."""
     shared: bool
     """A pass holds a group's prompt once."""
+    decodes_shared: bool
+    """So does a rollout."""
     micro_batch: int
     token_budget: int
     checkpointing: bool
@@ -92,6 +94,11 @@ class Settings:
         if self.shared:
             return self.prompt + self.generations * self.new
         return self.generations * (self.prompt + self.new)
+
+    @property
+    def limit(self) -> str:
+        """Of a pass, in words."""
+        return f"{self.micro_batch} completions" if self.micro_batch else f"{self.token_budget} tokens"
 
     @property
     def least_budget(self) -> int:

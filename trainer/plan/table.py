@@ -37,16 +37,15 @@ def _count(parameters: int) -> str:
 def _passes(plan: Plan) -> str:
     settings = plan.settings
     passes, tokens = settings.passes()
-    limit = f"{settings.micro_batch} completions" if settings.micro_batch else f"{settings.token_budget} tokens"
     return (
         f"A step of a rank: {settings.groups} prompts x {settings.generations} completions, {tokens} tokens in "
-        f"{passes} training passes of at most {limit}, gradient checkpointing "
+        f"{passes} training passes of at most {settings.limit}, gradient checkpointing "
         f"{'on' if settings.checkpointing else 'off'}."
     )
 
 
 def _verdict(plan: Plan, card: Card, fits: bool) -> str:
-    phase = max(plan.totals, key=lambda name: plan.totals[name])
+    phase = plan.fullest
     peak = plan.peak / GIB
     if fits:
         return f"Fits: the peak is {peak:.2f} of {card.gib:.2f} GiB, in {phase}."

@@ -7,9 +7,7 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.errors import Refused
-
-MOMENTS = {"adamw": 8, "adamw8bit": 2, "sgd": 0}
-"""Bytes that the optimizer keeps of a trained parameter."""
+from trainer.plan.state import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def checkpoint_bytes(parameters: Parameters, *, stage: int, optimizer: str) -> i
     """
     master = 0 if stage == 0 and parameters.itemsize == 4 else 4
     values = parameters.itemsize * (1 if stage == 3 else 2)
-    return parameters.trained * (master + MOMENTS[optimizer] + values)
+    return int(parameters.trained * (master + MOMENTS[optimizer] + values))
 
 
 def room_for_checkpoints(config: RunConfig, one: int) -> tuple[Disk, str]:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from trainer.config import RunConfig
 from trainer.errors import Refused
+from trainer.models.shared_prefix import sees_whole_context
 from trainer.plan import state, table
 from trainer.plan.cards import GIB, Card, card_of
 from trainer.plan.choose import MOST_TOKENS, choose
@@ -66,10 +67,16 @@ def settings_of(
         generations=config.rollout.num_generations,
         prompts=config.rollout.prompts_per_step,
         shared=shared,
+        decodes_shared=shared and config.rollout.engine == "shared",
         micro_batch=config.engine.micro_batch,
         token_budget=most_tokens(config, cuda),
         checkpointing=config.engine.gradient_checkpointing == "on",
     )
+
+
+def may_share(config: RunConfig, model_config: PretrainedConfig) -> bool:
+    """Whether passes can hold a group's prompt once, as far as a config says it."""
+    return config.model.attn == "sdpa" and sees_whole_context(model_config)
 
 
 def most_tokens(config: RunConfig, cuda: bool) -> int:
@@ -153,12 +160,10 @@ def in_words(found: Plan, phase: str) -> str:
 
 def _note(found: Plan, held: float, free: float, fits: bool) -> str:
     settings = found.settings
-    phase = max(found.totals, key=lambda name: found.totals[name])
-    limit = f"{settings.micro_batch} completions" if settings.micro_batch else f"{settings.token_budget} tokens"
     return (
-        f"gradient checkpointing is {'on' if settings.checkpointing else 'off'}, a pass holds at most {limit}: by "
-        f"formulas the peak is {(found.peak - held) / GIB:.2f} GiB beyond what is loaded, in {phase} (largest of all "
-        f"parts: {in_words(found, phase)}), and {free / GIB:.2f} can be used"
+        f"gradient checkpointing is {'on' if settings.checkpointing else 'off'}, passes hold at most {settings.limit}; "
+        f"by formulas the peak is {(found.peak - held) / GIB:.2f} GiB beyond what is loaded, in {found.fullest} "
+        f"(largest of all parts: {in_words(found, found.fullest)}), and {free / GIB:.2f} can be used"
         + ("" if fits else ". THAT DOES NOT FIT; `zero-grpo plan` says what would")
     )
 
@@ -195,7 +200,7 @@ class Planned:
         return table.as_json(self.plan, self.card, self.fits, [])
 
     def line(self) -> str:
-        phase = max(self.plan.totals, key=lambda name: self.plan.totals[name])
+        phase = self.plan.fullest
         return (
             f"by formulas a rank's peak is {self.plan.peak / GIB:.2f} of {self.card.gib:.2f} GiB, in {phase} "
             f"({in_words(self.plan, phase)})"
@@ -213,7 +218,8 @@ def plan_here(
     lengths: Lengths,
     shared: bool,
 ) -> Planned | None:
-    """With what is "auto" chosen for the memory that is free now. None of an architecture without formulas."""
+    """With what is "auto" chosen for the whole card, or for what the host has free. None of an architecture without
+    formulas."""
     shape = shape_of(model_config.get_text_config(decoder=True).to_dict())
     if shape is None:
         return None

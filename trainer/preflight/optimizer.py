@@ -15,6 +15,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from trainer.config import RunConfig
 from trainer.errors import Refused
+from trainer.plan.settings import zero_of
 
 STALE_SECONDS = 15 * 60.0
 """The build takes a minute or two."""
@@ -27,8 +28,7 @@ def check_optimizer(config: RunConfig, deepspeed: dict[str, Any]) -> None:
             'optim.name = "adamw8bit" needs the package bitsandbytes, which is not installed. '
             'Fix: pip install bitsandbytes, or optim.name = "adamw".'
         )
-    offload = deepspeed["zero_optimization"].get("offload_optimizer") or {}
-    if offload.get("device", "none") == "none":
+    if not zero_of(deepspeed["zero_optimization"]).offload_optimizer:
         return
     name = config.engine.deepspeed
     instead = (

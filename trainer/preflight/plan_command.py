@@ -17,7 +17,7 @@ from trainer.plan.cards import CARDS, GIB, Card, card_of
 from trainer.plan.parts import Plan, plan
 from trainer.plan.settings import Settings
 from trainer.plan.shape import KNOWN, shape_of
-from trainer.preflight.memory import chosen, settings_of, this_card, this_host
+from trainer.preflight.memory import chosen, may_share, settings_of, this_card, this_host
 from trainer.rollout.rope_guard import Lengths
 
 
@@ -58,7 +58,7 @@ def plan_run(asked: Asked, *, as_json: bool) -> int:
             cuda=cuda,
             itemsize=itemsize,
             lengths=Lengths(config.data.max_prompt_tokens, config.rollout.max_new_tokens),
-            shared=config.model.attn == "sdpa" and not text_config.get("use_sliding_window"),
+            shared=may_share(config, model_config),
         )
 
     def fitted(words: Words) -> tuple[Settings, Plan] | None:

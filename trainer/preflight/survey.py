@@ -24,12 +24,11 @@ from trainer.models.policy import (
     resolve_dtype,
 )
 from trainer.models.rope import Window, window
-from trainer.models.shared_prefix import sees_whole_context
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
 from trainer.preflight.batch import Batch, batch_of
 from trainer.preflight.disk import Disk, Parameters, checkpoint_bytes, room_for_checkpoints
 from trainer.preflight.facts import stage_of
-from trainer.preflight.memory import Planned, most_tokens, plan_here
+from trainer.preflight.memory import Planned, may_share, most_tokens, plan_here
 from trainer.preflight.optimizer import check_optimizer
 from trainer.preflight.probe import Probes, probe_rewards
 from trainer.preflight.replay import check_replay
@@ -229,7 +228,7 @@ def _rewards_on_data(found: Survey) -> None:
 def _arithmetic(found: Survey) -> None:
     config, lengths = found.config, found.lengths
     if lengths is not None and found.steps and found.model_config is not None and found.prompts is not None:
-        shared = config.model.attn == "sdpa" and sees_whole_context(found.model_config)
+        shared = may_share(config, found.model_config)
         tokens = most_tokens(config, cuda=found.device.type == "cuda")
         if found.deepspeed is not None and found.dtype is not None and found.parameters is not None:
             found.memory = plan_here(
