@@ -18,6 +18,7 @@ from trainer.errors import OutOfMemory
 from trainer.preflight.memory import in_words
 from trainer.preflight.prepare import load_models, start_engine
 from trainer.record.run_dir import read_status
+from trainer.rollout import decoder
 from trainer.state import State
 from trainer.train import evaluate_now, save
 from trainer.update import ask_reference, charge_kl_to_rewards, micro_batch_loss, take_step
@@ -40,8 +41,8 @@ PHASES: dict[CodeType, str] = {
 }
 """By function, of which the outermost one that was running says it."""
 
-ALLOWED = ("engine.", "rollout.")
-"""What a resumed run may change when it is allowed to."""
+ALLOWED = ("engine.gradient_checkpointing", "engine.micro_batch", "engine.token_budget", "rollout.")
+"""What a resumed run may change when it is allowed to. Another ZeRO configuration does not read this checkpoint."""
 
 
 def phase_of(error: BaseException) -> str:
@@ -110,7 +111,7 @@ def _fix(phase: str, config: RunConfig, world: World, state: State | None) -> st
     if phase == "while the model was loaded":
         return _smaller_model(config)
     if phase in ("in the rollout", "in the evaluation") and state is not None:
-        return _smaller_rollout(config, world)
+        return _smaller_rollout(phase, config, world)
     if phase in ("in the training pass", "in the reference pass") and state is not None:
         return _smaller_pass(phase, state)
     if phase in ("while a checkpoint was written", "while the result was written"):
@@ -118,9 +119,10 @@ def _fix(phase: str, config: RunConfig, world: World, state: State | None) -> st
     return _smaller_state(config, world)
 
 
-def _smaller_rollout(config: RunConfig, world: World) -> str:
+def _smaller_rollout(phase: str, config: RunConfig, world: World) -> str:
+    """Fewer prompts where all of a step decode together; of more rows than that, others only wait."""
     groups = -(-config.rollout.prompts_per_step // world.size)
-    if groups > 1:
+    if phase == "in the rollout" and groups > 1 and groups * config.rollout.num_generations <= decoder.MAX_ROWS:
         fewer = max(world.size, config.rollout.prompts_per_step // 2)
         return f"rollout.prompts_per_step = {fewer}: half as many completions are decoded together."
     return f"rollout.max_new_tokens = {config.rollout.max_new_tokens // 2}: half the keys and values of a completion."
@@ -143,7 +145,7 @@ def _smaller_state(config: RunConfig, world: World) -> str:
     name = config.engine.deepspeed
     if world.size > 1 and name in ("zero0", "zero1"):
         return 'engine.deepspeed = "zero2": gradients and optimizer are sharded over the ranks.'
-    if world.device.type == "cuda" and name in ("zero0", "zero1", "zero2", "zero3"):
+    if world.device.type == "cuda" and config.optim.name == "adamw" and name in ("zero0", "zero1", "zero2", "zero3"):
         offload = "zero3-offload" if name == "zero3" else "zero2-offload"
         return f'engine.deepspeed = "{offload}": the optimizer moves to the host\'s memory.'
     if not config.is_lora:

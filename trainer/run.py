@@ -66,7 +66,7 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
             if asked := asked_of_memory(error):
                 raise ran_out(error, asked, config, world, begun[0].state if begun else None) from None
             if said := failed_collective(error):
-                raise heard_of(Path(config.run.dir), world) or Lost(_lost(said, begun)) from error
+                raise (heard_of(Path(config.run.dir), world) if begun else None) or Lost(_lost(said, begun)) from error
             raise
         return 0
     except Lost as end:
@@ -126,6 +126,7 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
     checkpoints = Checkpoints(config, state.policy, state.engine, world, state.facts, output.run_id)
     if found:
         checkpoints.resumed(found, state.best, in_place=goes_on)
+        checkpoints.keep_good(output.alarms.good_step)
     together(world, lambda: output.begin(goes_on=goes_on))
     if goes_on and world.is_main:
         checkpoints.store.tidy(state.step)
