@@ -13,6 +13,9 @@ Rewards = Sequence[Sequence[float | None]]
 """Of the completions of each prompt; None where one is unscored."""
 
 
+ROUNDING = 1e-9
+
+
 @dataclass(frozen=True)
 class Score:
     """Mean over prompts and its standard error; a prompt's own completions are not independent, so they count once."""
@@ -79,10 +82,13 @@ def clustered(rewards_by_prompt: Rewards) -> Score:
 
 def pass_at(k: int, rewards_by_prompt: Rewards, correct_at: float) -> Score:
     """The chance that one of k samples has at least the reward ``correct_at``: 1 - C(n - c, k) / C(n, k) for c of a
-    prompt's n scored samples, which is unbiased (Chen et al., arXiv 2107.03374). A prompt with n < k stays out."""
+    prompt's n scored samples, which is unbiased (Chen et al., arXiv 2107.03374). A prompt with n < k stays out.
+
+    A weighted sum of rewards that are all earned may fall short of 1 by rounding: 0.7 + 0.2 + 0.1.
+    """
     chances: list[float | None] = []
     for rewards in _scored(rewards_by_prompt):
-        wrong = sum(reward < correct_at for reward in rewards)
+        wrong = sum(reward < correct_at - ROUNDING for reward in rewards)
         chances.append(1 - math.comb(wrong, k) / math.comb(len(rewards), k) if len(rewards) >= k else None)
     return _score(chances, rewards_by_prompt)
 

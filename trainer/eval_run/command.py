@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trainer.arguments import ANY_KEY
 from trainer.launcher import say
 from trainer.quiet import quiet_libraries
 
@@ -36,4 +37,4 @@ def add_commands(commands: Any) -> None:
     )
     sub.add_argument("--against", default="", metavar="PATH|base", help="another one: every number with its difference")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
-    sub.epilog = "Any key of the run file can be overridden: --section.key value"
+    sub.epilog = ANY_KEY

@@ -35,7 +35,7 @@ def eval_run(config: RunConfig, folder: Path, checkpoint: str, against: str, *, 
             sources = together(world, lambda: [_source(one) for one in asked])
             checked = together(world, lambda: check(_for_evaluation(config), folder, world))
             if world.is_main:
-                say(preflight_block(checked.prompts.notes))
+                say(preflight_block([*checked.prompts.warnings, *checked.prompts.notes]))
             results = [_evaluate(checked, source, world) for source in sources]
         if world.is_main:
             names = [_name(source) for source in sources]
@@ -59,7 +59,7 @@ def _source(asked: str) -> Source | None:
             f"{asked}: not there. Expected a checkpoint (RUN_DIR/checkpoints/step-000010), a run directory, an "
             f'exported adapter or model, or "{BASE}".'
         )
-    return find(path, "--checkpoint")
+    return find(path, "eval")
 
 
 def _for_evaluation(config: RunConfig) -> RunConfig:
