@@ -36,17 +36,25 @@ CPU_KERNELS = {
 }
 
 
+def cap_memory(device: torch.device, memory_gib: float) -> None:
+    """The most that this process may allocate on a GPU; 0: all of it. Before a model is loaded: our own side plans its
+    passes by what it may have."""
+    if device.type == "cuda" and memory_gib:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * 2**30 / whole), device)
+
+
 class Meter:
     """One step of this process: ``begin``, a ``lap`` as each phase ends, ``end``."""
 
     def __init__(self, device: torch.device, memory_gib: float) -> None:
-        """``memory_gib``: the most that this process may allocate on a GPU; 0: all of it."""
+        """``memory_gib``: what each side may have of a GPU; 0: all of it."""
         self.cuda = device.type == "cuda"
-        self.shares_card = False
-        if self.cuda and memory_gib:
-            whole = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * 2**30 / whole), device)
-            self.shares_card = 2 * memory_gib * 2**30 > whole
+        self.shares_card = (
+            self.cuda
+            and memory_gib > 0
+            and 2 * memory_gib * 2**30 > torch.cuda.get_device_properties(device).total_memory
+        )
         self.seconds: dict[str, dict[str, float]] = {}
         self.last = (0.0, 0.0)
         self.counter: FlopCounterMode | None = None

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,18 @@ import torch
 
 import trainer.train
 from tools.bench_inputs import Settings
-from tools.bench_measure import Meter, gemm_rate
+from tools.bench_measure import Meter, cap_memory, gemm_rate
 from tools.bench_side import answering, differences
 from trainer.batch import Completion, PackedRows, Prompt
 from trainer.collect import share
 from trainer.config import RunConfig
 from trainer.measure import Stopwatch
+from trainer.models import flex_groups
 from trainer.models.packing import pack, pack_groups
 from trainer.models.scorer import TokenScorer
 from trainer.preflight.prepare import check, load_models, start_engine
 from trainer.rollout.decoder import Decoder
+from trainer.rollout.graphs import Graphs
 from trainer.rollout.hf import HfDecoder
 from trainer.rollout.sampling import NoiseKey
 from trainer.rollout.shared import SharedDecoder
@@ -79,12 +82,13 @@ def serve(connection: Connection, settings: Settings, folder: Path) -> None:
 
 def start(settings: Settings, folder: Path) -> State:
     world = connect("cpu" if settings.device == "cpu" else "auto", timeout_seconds=3600)
+    cap_memory(world.device, settings.memory_gib)
     checked = check(run_config(settings, folder), folder, world)
     return start_engine(checked, load_models(checked, world), world)
 
 
 def as_engine(decoder: Decoder, engine: type[Decoder]) -> Decoder:
-    return engine(**{field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)})
+    return engine(**{field.name: getattr(decoder, field.name) for field in dataclasses.fields(Decoder)})
 
 
 def step(state: State, meter: Meter, lengths: Sequence[Sequence[int]], order: dict[str, Any]) -> dict[str, Any]:
@@ -94,13 +98,22 @@ def step(state: State, meter: Meter, lengths: Sequence[Sequence[int]], order: di
     state.config = state.config.model_copy(update={"rollout": rollout})
     prompts = [dataclasses.replace(prompt, ids=prompt.ids[: order.get("prompt")]) for prompt in state.prompts]
     meter.begin(count_flops=order["flops"])
-    _, completions = trainer.train.grpo_step(state, share(prompts, state.world))
+    with every_kernel_by_itself() if order["flops"] else nullcontext():
+        _, completions = trainer.train.grpo_step(state, share(prompts, state.world))
     measured = meter.end()
     state.step += 1
     found = [[len(c.ids) for c in completions if c.prompt.index == index] for index in range(len(prompts))]
     if found != (wanted := [list(one[:group]) for one in lengths]):
         raise RuntimeError(f"the completions have {found} tokens, not {wanted}")
     return measured
+
+
+@contextmanager
+def every_kernel_by_itself() -> Iterator[None]:
+    """What a FLOP counter sees on a card: no replays, and attention by SDPA. While it looks on, torch compiles nothing
+    and would make (L, L) scores of FlexAttention."""
+    with patch.object(Graphs, "on", lambda *_: False), patch.object(flex_groups, "BLOCK", sys.maxsize):
+        yield
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, Tr
 from trl import GRPOConfig, GRPOTrainer
 
 from tools.bench_inputs import Settings, spread
-from tools.bench_measure import Meter
+from tools.bench_measure import Meter, cap_memory
 from tools.bench_side import answering, differences
 
 COMPACTION = "trl.trainer.utils._use_triton"
@@ -119,6 +119,7 @@ def compaction(*, forced: bool) -> Any:
 def serve(connection: Connection, settings: Settings, folder: Path) -> None:
     """Answers orders {"compact", "checkpointing", "flops"}, each with one optimizer step."""
     with answering(connection, settings.threads):
+        cap_memory(torch.device(settings.device, 0), settings.memory_gib)
         trainer = make_trainer(settings, folder)
         trainer.meter = Meter(trainer.accelerator.device, settings.memory_gib)
         trainer.lengths = [length for lengths in settings.lengths for length in lengths]

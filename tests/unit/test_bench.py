@@ -1,20 +1,24 @@
 """The benchmark's own arithmetic, and what it forces on a real step."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny_run import PROMPTS, run_config, start, write_run
 from tools.bench_inputs import CAP, Settings, token_ratio, tokenizer
-from tools.bench_measure import CPU_KERNELS, Meter
-from tools.bench_ours import ENGINES, as_engine, forced_lengths, laps, step
+from tools.bench_measure import CPU_KERNELS, Meter, cap_memory
+from tools.bench_ours import ENGINES, as_engine, every_kernel_by_itself, forced_lengths, laps, step
 from tools.bench_table import curve_points, markdown, summary
 from trainer.models.blocked_weights import blocked_weights
+from trainer.models.shared_prefix import FLEX, layout
+from trainer.rollout.graphs import Graphs
 from trainer.world import World
 
 SETTINGS = Settings(
@@ -85,6 +89,27 @@ def test_lengths_are_forced_and_every_phase_is_timed(engine: str, tmp_path: Path
     with forced_lengths(wanted, 8), laps(state, meter), pytest.raises(RuntimeError, match="tokens, not"):
         step(state, meter, SETTINGS.lengths, {"flops": False})
     state.engine.close()
+
+
+def test_on_a_card_a_side_is_held_to_its_memory_and_flops_are_counted_kernel_by_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card, held = SimpleNamespace(total_memory=88 * 2**30), []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: held.append(given))
+    device = torch.device("cuda", 0)
+    for asked in (0.0, 22.0, 200.0):
+        cap_memory(device, asked)
+    cap_memory(torch.device("cpu"), 22.0)
+    assert held == [(0.25, device), (1.0, device)]
+    assert [Meter(device, asked).shares_card for asked in (0.0, 22.0, 60.0)] == [False, False, True]
+    config = SimpleNamespace(_attn_implementation=FLEX)
+    rows = ((100, (90,)),)
+    with every_kernel_by_itself():
+        assert not Graphs().on(device)
+        assert isinstance(layout(rows, config, torch.float32, torch.device("cpu"))["masks"], dict)
+    assert Graphs().on(device)
+    assert isinstance(layout(rows, config, torch.float32, torch.device("cpu"))["masks"], BlockMask)
 
 
 def test_a_smaller_group_and_shorter_prompts_on_demand(tmp_path: Path, world: World) -> None:

@@ -242,7 +242,7 @@ def test_the_number_of_groups_adds_no_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_prompt_leaves_with_the_last_of_its_rows() -> None:
-    cache = PrefixCache(4, 64, torch.device("cpu"))
+    cache = PrefixCache(4, 64, 2, 3, torch.device("cpu"))
     cache.enter([7, 9], [3, 2], 2)
     cache.store_prompts(0, torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5, 8))
     assert cache.drop([0]) == [(3, 0)] and cache.groups == [7, 9]
@@ -251,7 +251,7 @@ def test_a_prompt_leaves_with_the_last_of_its_rows() -> None:
 
 
 def test_buffers_end_at_the_longest_completion() -> None:
-    cache = PrefixCache(1, 100, torch.device("cpu"))
+    cache = PrefixCache(1, 100, 1, 3, torch.device("cpu"))
     cache.enter([0], [3], 1)
     grown = [cache.append_rows() for _ in range(99)]
     assert [at for at, more in enumerate(grown) if more] == [0, 64]

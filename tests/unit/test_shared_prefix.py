@@ -12,11 +12,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     set_seed,
@@ -69,6 +73,19 @@ def test_the_prompt_once_gives_the_same_log_probs_and_gradients(family: str, che
     assert share_prompts(shared) == ""
     if checkpointing:
         shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    rows = completions()
+    logps, gradient = logps_and_gradient(plain, pack(rows, pad_id=0, device=CPU))
+    ours, our_gradient = logps_and_gradient(shared, pack_groups(rows, device=CPU))
+    assert (logps - ours).abs().max() < 2e-6
+    assert (gradient - our_gradient).norm() / gradient.norm() < 2e-6
+
+
+def test_experts_choose_token_by_token_so_prompts_are_shared_exactly() -> None:
+    """No loss of ours balances experts, which is what would count the tokens of a prompt once or G times."""
+    set_seed(0)
+    plain = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, output_router_logits=True)).train()
+    shared = copy.deepcopy(plain)
+    assert share_prompts(shared) == ""
     rows = completions()
     logps, gradient = logps_and_gradient(plain, pack(rows, pad_id=0, device=CPU))
     ours, our_gradient = logps_and_gradient(shared, pack_groups(rows, device=CPU))
@@ -133,9 +150,13 @@ def test_without_groups_the_model_is_what_it_was() -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), decoded)
 
 
-def test_what_sees_a_window_only_is_not_shared_and_says_so() -> None:
+def test_windows_and_linear_attention_are_not_shared_and_say_so() -> None:
     model = MistralForCausalLM(MistralConfig(**SHAPE, head_dim=8, sliding_window=16))
     assert "do not see the whole context" in share_prompts(model)
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+    linear |= {"linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    half = Qwen3NextConfig(**SHAPE, **linear, head_dim=8, layer_types=["linear_attention", "full_attention"])
+    assert "do not see the whole context" in share_prompts(Qwen3NextForCausalLM(half))
     model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="eager")
     assert 'model.attn = "eager"' in share_prompts(model)
 

@@ -5,6 +5,7 @@ put together by their log-sum-exps (Hydragen, arXiv 2402.05099).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,18 +13,38 @@ from torch import Tensor
 FIRST_CAPACITY = 64
 """Tokens a row has room for at first; doubled when they are used up."""
 
+PROMPT_STEP = 256
+"""Of the prompt tokens that a pass of fixed shape reads."""
+
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
 
 
-class PrefixCache:
-    """Rows 0 .. R-1 and groups 0 .. N-1 are active. What the layers of one pass read is laid out by ``enter`` or
-    ``append_rows`` before it."""
+class Shape(NamedTuple):
+    """Of a pass over a token of each row, rounded up so that few differ in a rollout. Equal ones read equal buffers."""
 
-    def __init__(self, slots: int, limit: int, device: torch.device) -> None:
-        """Room for ``slots`` rows of at most ``limit`` tokens."""
+    rows: int
+    groups: int
+    generations: int
+    """Rows of a group."""
+    own: int
+    """Tokens a row has room for."""
+    prompt: int
+    """Prompt tokens that are read."""
+    room: int
+    """Prompts there is room for."""
+
+
+class PrefixCache:
+    """Rows 0 .. R-1 and groups 0 .. N-1 are active. ``enter`` comes before a pass over prompts; before one over a token
+    of each row ``append_rows``, then ``lay_out`` or ``read_by``."""
+
+    def __init__(self, slots: int, limit: int, prompts: int, longest_prompt: int, device: torch.device) -> None:
+        """Room for ``slots`` rows of at most ``limit`` tokens, and for ``prompts`` prompts in all."""
         self.slots = slots
         self.limit = limit
+        self.prompts = prompts
+        self.longest_prompt = longest_prompt
         self.device = device
         self.groups: list[int] = []
         """The active groups, by the caller's numbers."""
@@ -33,12 +54,14 @@ class PrefixCache:
         """Tokens each active row has stored, that of the pass at hand included."""
         self._prompt_lengths: list[int] = []
         self._entered: list[int] = []
+        self._generations = 0
+        self._room_for_prompts = 0
         self._prompts: dict[int, Pair] = {}
-        """By layer: (N or more, kv heads, longest prompt or more, head dim)."""
+        """By layer: (N or more, kv heads, longest prompt of all, head dim)."""
         self._own: dict[int, Pair] = {}
         """By layer: (slots, kv heads, capacity, head dim); slot r is row r's."""
         self._capacity = 0
-        self._layout = _Layout(device)
+        self._layout: _Layout | FixedLayout = _Layout(device)
 
     def __len__(self) -> int:
         return len(self.group_of)
@@ -50,20 +73,22 @@ class PrefixCache:
         self._prompt_lengths += lengths
         self.group_of += [group for group in groups for _ in range(generations)]
         self.lengths += [0] * (len(groups) * generations)
+        self._generations = generations
+        if self._room_for_prompts < len(self.groups):
+            self._room_for_prompts = max(len(self.groups), min(self.prompts, 2 * self._room_for_prompts))
 
     def store_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
         """``key``, ``value`` (1, kv heads, L, head dim) of the packed prompts of the groups that have entered."""
-        heads, width = key.shape[1], key.shape[3]
-        before, longest = len(self.groups) - len(self._entered), max(self._prompt_lengths)
-        fresh = key.new_zeros(2, len(self.groups), heads, longest, width)
-        if before:
-            for whole, kept in zip(fresh, self._prompts[layer], strict=True):
-                part = kept[:before, :, :longest]
-                whole[:before, :, : part.shape[2]] = part
+        before = len(self.groups) - len(self._entered)
+        kept = self._prompts.get(layer)
+        if kept is None or len(kept[0]) < self._room_for_prompts:
+            shape = (self._room_for_prompts, key.shape[1], self.longest_prompt, key.shape[3])
+            self._prompts[layer] = key.new_zeros(shape), key.new_zeros(shape)
+            for old, new in zip(kept or (), self._prompts[layer], strict=kept is not None):
+                new[:before] = old[:before]
         for at, parts in enumerate(zip(*(part.split(self._entered, 2) for part in (key, value)), strict=True), before):
-            for whole, part in zip(fresh, parts, strict=True):
+            for whole, part in zip(self._prompts[layer], parts, strict=True):
                 whole[at, :, : part.shape[2]] = part[0]
-        self._prompts[layer] = (fresh[0], fresh[1])
 
     def append_rows(self) -> bool:
         """The coming pass is over one more token of each active row. True where the buffers have to grow for it."""
@@ -71,8 +96,35 @@ class PrefixCache:
         before = self._capacity
         while self._capacity < max(self.lengths):
             self._capacity = min(self.limit, max(FIRST_CAPACITY, 2 * self._capacity))
-        self._layout = _Layout(self.device, self.groups, self._prompt_lengths, self.group_of, self.lengths)
         return self._capacity > before
+
+    def lay_out(self) -> None:
+        """The coming pass reads what there is and no more."""
+        self._layout = _Layout(self.device, self.members(), self._prompt_lengths, self.lengths)
+
+    def read_by(self, layout: "FixedLayout") -> None:
+        """The coming pass reads what ``layout`` says."""
+        layout.look()
+        self._layout = layout
+
+    def members(self) -> list[list[int]]:
+        """The rows of each group."""
+        found: dict[int, list[int]] = {group: [] for group in self.groups}
+        for row, group in enumerate(self.group_of):
+            found[group].append(row)
+        return list(found.values())
+
+    @property
+    def shape(self) -> Shape:
+        """Of a pass over a token of each row as it is now."""
+        return Shape(
+            rows=_rounded(len(self), self.slots),
+            groups=_rounded(len(self.groups), self._room_for_prompts),
+            generations=self._generations,
+            own=self._capacity,
+            prompt=min(self.longest_prompt, -(-max(self._prompt_lengths) // PROMPT_STEP) * PROMPT_STEP),
+            room=self._room_for_prompts,
+        )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """One new token of each row: (R, heads, 1, head dim), keys and values (R, kv heads, 1, head dim) ->
@@ -87,7 +139,7 @@ class PrefixCache:
         own, own_lse = _attention(query, keys[:rows, :, : at.longest], values[:rows, :, : at.longest], at.own, scaling)
         # Rows of one group side by side: (N, kv heads, rows x heads, head dim).
         together = query[at.members].transpose(1, 2).flatten(2, 3)
-        prompt_keys, prompt_values = (part[: len(self.groups), :, : at.longest_prompt] for part in self._prompts[layer])
+        prompt_keys, prompt_values = (part[: len(at.members), :, : at.longest_prompt] for part in self._prompts[layer])
         shared, shared_lse = (
             part.unflatten(2, (at.members.shape[1], -1)).transpose(1, 2).flatten(0, 1)[at.place]
             for part in _attention(together, prompt_keys, prompt_values, at.prompts, scaling)
@@ -132,27 +184,70 @@ class _Layout:
     def __init__(
         self,
         device: torch.device,
-        groups: Sequence[int] = (),
+        members: Sequence[list[int]] = (),
         prompt_lengths: Sequence[int] = (),
-        group_of: Sequence[int] = (),
         lengths: Sequence[int] = (),
     ) -> None:
-        members: dict[int, list[int]] = {group: [] for group in groups}
-        for row, group in enumerate(group_of):
-            members[group].append(row)
-        most = max(map(len, members.values()), default=0)
-        place = {row: at * most + i for at, part in enumerate(members.values()) for i, row in enumerate(part)}
+        most = max(map(len, members), default=0)
         self.longest, self.longest_prompt = max(lengths, default=0), max(prompt_lengths, default=0)
-        self.rows = torch.arange(len(group_of), device=device)
+        self.rows = torch.arange(len(lengths), device=device)
         self.last = torch.tensor(lengths, dtype=torch.long, device=device) - 1
         # (N, most rows of a group), of smaller ones filled up with a row that nobody reads again
-        self.members = torch.tensor(
-            [part + part[:1] * (most - len(part)) for part in members.values()], dtype=torch.long, device=device
-        )
-        self.place = torch.tensor([place[row] for row in range(len(group_of))], dtype=torch.long, device=device)
+        self.members = torch.tensor([_filled(part, most, part[0]) for part in members], dtype=torch.long, device=device)
+        self.place = torch.tensor(_places(members, most), dtype=torch.long, device=device)
         """Of each row in what is laid out by ``members``."""
         self.own = _seen(lengths, device)
         self.prompts = _seen(prompt_lengths, device)
+
+
+class FixedLayout:
+    """The same for a pass that is recorded once and replayed: no tensor changes its shape or its address, one copy
+    fills all of them, and what is left of rows and groups reads and writes where nobody looks."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape = shape
+        sizes = (shape.rows,) * 4 + (shape.groups, shape.groups * shape.generations)
+        self.numbers = torch.zeros(sum(sizes), dtype=torch.long, device=device)
+        self.ids, self.positions, self.last, self.place, self._prompt_lengths, members = self.numbers.split(sizes)
+        self.members = members.view(shape.groups, shape.generations)
+        self.longest, self.longest_prompt = shape.own, shape.prompt
+        self.rows, self._tokens, self._prompt_tokens = (
+            torch.arange(size, device=device) for size in (shape.rows, shape.own, shape.prompt)
+        )
+        self.mask = torch.ones(shape.rows, 1, 1, 1, dtype=torch.bool, device=device)
+        """For transformers: one of four dimensions it passes on, of one of two it asks whether anything is hidden."""
+
+    def fill(self, cache: PrefixCache, ids: Sequence[int], positions: Sequence[int]) -> None:
+        """The token of each active row, its position, and where all of them are now."""
+        rows, groups, generations, *_ = self.shape
+        members = cache.members()
+        last = [length - 1 for length in cache.lengths]
+        columns = (ids, positions, last, _places(members, generations))
+        numbers = [number for column in columns for number in _filled(column, rows, 0)]
+        numbers += _filled(cache._prompt_lengths, groups, 1)
+        for part in members:
+            numbers += _filled(part, generations, part[0])
+        self.numbers.copy_(torch.tensor(_filled(numbers, len(self.numbers), 0)))
+
+    def look(self) -> None:
+        """What is seen of the buffers, from the numbers that lie there now."""
+        self.own = (self._tokens <= self.last[:, None])[:, None, None]
+        self.prompts = (self._prompt_tokens < self._prompt_lengths[:, None])[:, None, None]
+
+
+def _places(members: Sequence[list[int]], most: int) -> list[int]:
+    """Of each row where ``most`` places are a group's."""
+    found = {row: at * most + i for at, part in enumerate(members) for i, row in enumerate(part)}
+    return [found[row] for row in range(len(found))]
+
+
+def _filled(column: Sequence[int], size: int, by: int) -> list[int]:
+    return [*column, *[by] * (size - len(column))]
+
+
+def _rounded(count: int, most: int) -> int:
+    """Up to a power of two."""
+    return min(most, 1 << (count - 1).bit_length())
 
 
 def _seen(lengths: Sequence[int], device: torch.device) -> Tensor | None:

@@ -12,7 +12,7 @@ from trainer.batch import Completion, PackedRows, Prompt, ReferenceScores
 from trainer.models.packing import pack, pack_groups
 from trainer.models.policy import Policy, adapter_off, reference_adapter
 from trainer.models.scorer import TokenScorer
-from trainer.models.shared_prefix import NAME, sees_whole_context
+from trainer.models.shared_prefix import FLEX, NAME, sees_whole_context
 from trainer.models.streaming import Placement, StreamedScorer
 
 Kind = Literal["adapter off", "start adapter", "resident copy", "streamed copy", "sharded copy"]
@@ -106,7 +106,7 @@ def _unlike(copy: TokenScorer, policy: Policy, placement: Placement) -> str:
     texts = ((2, 4, 6), (9, 8, 7, 6))
     group = [Completion(0, n, prompt, ids, (0.0,) * len(ids), "stop", "") for n, ids in enumerate(texts)]
     batches = [pack(group, pad_id=0, device=placement.device)]
-    if policy.causal.config._attn_implementation == NAME:
+    if policy.causal.config._attn_implementation in (NAME, FLEX):
         batches.append(pack_groups(group, device=placement.device))
     own = TokenScorer(policy.causal, copy.head.temperature)
     try:

@@ -10,16 +10,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trainer.batch import Completion, Groups, PackedRows, Prompt
+from trainer.models import flex_groups
 from trainer.models.packing import pack, pack_groups
 from trainer.models.prefix_cache import PrefixCache
 
-NAME = "sdpa_shared_prefix"
+NAME, FLEX = "sdpa_shared_prefix", "flex_shared_prefix"
+"""The same attention, which takes packed groups by one way or the other."""
+
+FLEX_DEVICE = "cuda"
+"""On a CPU FlexAttention has no gradient."""
 
 
 def attention(
@@ -29,7 +35,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     groups: Groups = (),
-    masks: Mapping[tuple[int, int], Tensor] | None = None,
+    masks: Mapping[tuple[int, int], Tensor] | BlockMask | None = None,
     prefix_cache: PrefixCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -42,6 +48,8 @@ def attention(
         prefix_cache.store_prompts(layer, key, value)
     if not groups or masks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if isinstance(masks, BlockMask):
+        return flex_groups.attend(query, key, value, masks, kwargs.get("scaling")).transpose(1, 2), None
     # The fused kernels of a card take a mask or unequal numbers of heads, not both.
     cpu = query.device.type == "cpu"
     if not cpu:
@@ -71,11 +79,12 @@ def hidden_states(
 ) -> Tensor:
     """(R, L) token ids -> (R, L, H), the last states before the head. A model that does not share prompts sees neither
     groups nor cache."""
-    further = layout(groups, causal.dtype, input_ids.device)
+    decoder = causal.get_decoder()
+    further = layout(groups, decoder.config, causal.dtype, input_ids.device)
     if prefix_cache is not None:
         further["prefix_cache"] = prefix_cache
     # A tuple: ZeRO-3's backward hooks do not look inside a dataclass.
-    (hidden, *_) = causal.get_decoder()(
+    (hidden, *_) = decoder(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
@@ -86,9 +95,16 @@ def hidden_states(
     return hidden
 
 
-def layout(groups: Groups, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def layout(groups: Groups, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """What tells the attention how a row is packed; nothing of a row that is one sequence."""
-    return {"groups": groups, "masks": _masks(groups, dtype, device)} if groups else {}
+    if not groups:
+        return {}
+    # A row of one block is a shape of its own to a compiler, and SDPA takes few calls for it.
+    flex = config._attn_implementation == FLEX and sum(prompt + sum(own) for prompt, own in groups) > flex_groups.BLOCK
+    return {
+        "groups": groups,
+        "masks": flex_groups.block_mask(groups, device) if flex else _masks(groups, dtype, device),
+    }
 
 
 def _masks(groups: Groups, dtype: torch.dtype, device: torch.device) -> dict[tuple[int, int], Tensor]:
@@ -123,11 +139,52 @@ def sees_whole_context(config: PretrainedConfig) -> bool:
     return not facts.get("sliding_window") and not set(facts.get("layer_types") or ()) - {"full_attention"}
 
 
+def use_flex(causal: PreTrainedModel) -> str:
+    """Has the packed groups of a model that shares its prompts attend by FlexAttention, where its device has it and it
+    gives what SDPA gives. What to say of it; nothing where it is not tried."""
+    if causal.device.type != FLEX_DEVICE:
+        return ""
+    try:
+        apart = _flex_apart(causal)
+        causal.set_attn_implementation(FLEX)
+        if apart < (1e-3 if causal.dtype == torch.float32 else 3e-2) and _shares(causal, (2, 3, 4, 5, 6, 7) * 30):
+            return f"packed groups attend by FlexAttention; its states and gradients are within {apart:.0e} of SDPA's"
+        why = f"its states or gradients are {apart:.0e} from SDPA's"
+    except Exception as error:  # the compiler, Triton and the driver each raise kinds of their own
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    causal.set_attn_implementation(NAME)
+    return f"packed groups attend by SDPA, one completion after the other, since FlexAttention fails here: {why}"
+
+
+def _flex_apart(causal: PreTrainedModel) -> float:
+    """The largest relative distance of states and of gradients between both ways, on noise in the shape of the model's
+    own attention. Two lengths, so that what is compiled is for any."""
+    config = causal.config.get_text_config(decoder=True).to_dict()
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    draw = torch.Generator(causal.device).manual_seed(0)
+    apart = 0.0
+    for groups in (((290, (90, 1, 170)), (40, (60, 0, 60))), ((200, (100, 37)),)):
+        length = sum(prompt + sum(own) for prompt, own in groups)
+        noise = [
+            torch.randn(1, length, size, width, device=causal.device, generator=draw).to(causal.dtype)
+            for size in (heads, kv_heads, kv_heads, heads)
+        ]
+        found = []
+        for masks in (_masks(groups, causal.dtype, causal.device), flex_groups.block_mask(groups, causal.device)):
+            inputs = [part.transpose(1, 2).detach().requires_grad_() for part in noise[:3]]
+            states, _ = attention(causal, *inputs, None, groups=groups, masks=masks)
+            found.append([states.detach(), *torch.autograd.grad(states, inputs, noise[3])])
+        apart = max(apart, *map(_apart, *found))
+    return apart
+
+
 @torch.no_grad()
-def _shares(causal: PreTrainedModel) -> bool:
+def _shares(causal: PreTrainedModel, prompt_ids: tuple[int, ...] = (2, 3, 4, 5, 6, 7)) -> bool:
     """Whether packed states are those of one row a completion, and those of the second completion stay what they are
     with another first one."""
-    prompt = Prompt(0, "", (2, 3, 4, 5, 6, 7), None, {})
+    prompt = Prompt(0, "", prompt_ids, None, {})
 
     def group(*first: int) -> list[Completion]:
         texts = enumerate((first, (9, 8, 7, 6)))
@@ -158,5 +215,6 @@ def _apart(expected: Tensor, got: Tensor) -> float:
     return float((expected - got).double().norm() / expected.double().norm())
 
 
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+for _name in (NAME, FLEX):
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -146,5 +146,5 @@ class StreamedScorer:
             "position_ids": rows.position_ids,
             "position_embeddings": self.decoder.rotary_emb(embedded, rows.position_ids),
             "use_cache": False,
-            **layout(rows.groups, embedded.dtype, embedded.device),
+            **layout(rows.groups, self.decoder.config, embedded.dtype, embedded.device),
         }

@@ -19,7 +19,7 @@ from trainer.models.head import peak_bytes, whole_bytes
 from trainer.models.policy import Policy, load_policy
 from trainer.models.reference import Reference, make_reference
 from trainer.models.scorer import TokenScorer, check_head
-from trainer.models.shared_prefix import share_prompts
+from trainer.models.shared_prefix import share_prompts, use_flex
 from trainer.models.streaming import Placement
 from trainer.models.vocabulary import check_embedding_rows
 from trainer.preflight.facts import facts_of
@@ -144,7 +144,10 @@ def ready_to_decode(checked: Checked, policy: Policy, world: World) -> tuple[Tok
     checked.notes.append(f"a completion ends with token {named or 'none'}, or after {rollout.max_new_tokens} tokens")
     scorer = TokenScorer(policy.causal, rollout.temperature).to(world.device)
     check_head(scorer)
-    return scorer, stops, share_prompts(policy.causal)
+    unshared = share_prompts(policy.causal)
+    if not unshared and (note := use_flex(policy.causal)):
+        checked.notes.append(note)
+    return scorer, stops, unshared
 
 
 def make_decoder(

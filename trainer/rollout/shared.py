@@ -13,10 +13,11 @@ from torch import Tensor
 
 from trainer.batch import Completion, Groups
 from trainer.models.blocked_weights import blocked_weights
-from trainer.models.prefix_cache import PrefixCache
+from trainer.models.prefix_cache import FixedLayout, PrefixCache
 from trainer.models.shared_prefix import hidden_states
 from trainer.rollout import decoder
 from trainer.rollout.decoder import Decoder, Group, Noise, StopRules
+from trainer.rollout.graphs import Graphs, TokenGraph, Unrecorded
 from trainer.rollout.sampling import Sampler
 
 PREFILL_TOKENS = 8192
@@ -39,15 +40,26 @@ class _Row:
 class SharedDecoder(Decoder):
     """``rollout.engine = "shared"``. The model's attention is that of ``models.shared_prefix``."""
 
+    graphs: Graphs = field(default_factory=Graphs)
+
     def complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
         with blocked_weights(self.causal):
-            return self._complete(groups, generations, noise)
+            if self.graphs.on(self.causal.device):
+                try:
+                    return self._complete(groups, generations, noise, TokenGraph(self.graphs.capture, self._fixed_pass))
+                except Unrecorded as error:
+                    self.graphs.stop(str(error))
+            # From the beginning, on a new cache: a wrong pass may have spoilt the old one. Samples hang on keys alone.
+            return self._complete(groups, generations, noise, None)
 
-    def _complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
+    def _complete(
+        self, groups: Sequence[Group], generations: int, noise: Noise, graph: TokenGraph | None
+    ) -> list[Completion]:
         waiting = deque(groups)
         # Two groups at least, so that one enters while another ends.
         slots = min(max(decoder.MAX_ROWS, 2 * generations), len(groups) * generations)
-        cache = PrefixCache(slots, self.rollout.max_new_tokens, self.causal.device)
+        longest = max(len(group.prompt.ids) for group in groups)
+        cache = PrefixCache(slots, self.rollout.max_new_tokens, len(groups), longest, self.causal.device)
         rows: list[_Row] = []
         done: dict[tuple[int, int], Completion] = {}
         rules, draw = StopRules(self), self.sampler()
@@ -66,7 +78,7 @@ class SharedDecoder(Decoder):
                     ]
                     scores = self._prefill(cache, entering, generations)
                 else:
-                    scores = self._decode(cache, rows)
+                    scores = self._decode(cache, rows, graph)
                 ended = self._settle(rows[first:], scores, draw, rules)
             for at, stopped in ended.items():
                 row = rows[first + at]
@@ -101,10 +113,24 @@ class SharedDecoder(Decoder):
         last = torch.tensor([len(prompt) for prompt in prompts], device=hidden.device).cumsum(0) - 1
         return self._logits(hidden[0, last]).repeat_interleave(generations, 0)
 
-    def _decode(self, cache: PrefixCache, rows: Sequence[_Row]) -> Tensor:
+    def _decode(self, cache: PrefixCache, rows: Sequence[_Row], graph: TokenGraph | None) -> Tensor:
         """Logits of the token after the last one of each row, (R, V) fp32."""
-        positions = [[len(row.group.prompt.ids) + len(row.ids) - 1] for row in rows]
-        hidden = self._forward([[row.ids[-1]] for row in rows], positions, cache)
+        ids = [row.ids[-1] for row in rows]
+        positions = [len(row.group.prompt.ids) + len(row.ids) - 1 for row in rows]
+
+        def launched() -> Tensor:
+            cache.lay_out()
+            hidden = self._forward([[one] for one in ids], [[position] for position in positions], cache)
+            return self._logits(hidden[:, -1])
+
+        return launched() if graph is None else graph(cache, ids, positions, launched)
+
+    def _fixed_pass(self, cache: PrefixCache, layout: FixedLayout) -> Tensor:
+        """The same of all rows of ``layout``, from tensors that stay where they are alone, so that it can be
+        recorded."""
+        cache.read_by(layout)
+        ids, positions = layout.ids[:, None], layout.positions[:, None]
+        hidden = hidden_states(self.causal, ids, layout.mask, positions, prefix_cache=cache)
         return self._logits(hidden[:, -1])
 
     def _forward(
