@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
 from transformers import Qwen2ForCausalLM
 
 from tests.tiny import tiny_tokenizer
@@ -20,8 +22,8 @@ NAMES = {
 }
 
 
-def write_gguf(model: Qwen2ForCausalLM, file: Path) -> None:
-    """In fp32, with the tiny tokenizer."""
+def write_gguf(model: Qwen2ForCausalLM, file: Path, kind: str = "") -> None:
+    """With the tiny tokenizer; in fp32, or as "q4_1" or "q4_k_m", whose matrices are random blocks of their kinds."""
     config, tokenizer = model.config, tiny_tokenizer()
     writer = gguf.GGUFWriter(str(file), "qwen2")
     writer.add_context_length(config.max_position_embeddings)
@@ -53,8 +55,25 @@ def write_gguf(model: Qwen2ForCausalLM, file: Path) -> None:
             continue
         stem, _, last = name.rpartition(".")
         (here,) = (re.sub(f"^{ours}$", theirs, stem) for ours, theirs in NAMES.items() if re.fullmatch(ours, stem))
-        writer.add_tensor(f"{here}.{last}", weight.detach().numpy())
+        blocks, stored = _blocks(here, weight.detach().numpy(), kind)
+        writer.add_tensor(f"{here}.{last}", blocks, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _blocks(name: str, weight: "np.ndarray", kind: str) -> tuple["np.ndarray", Kind | None]:
+    """As q4_k_m mixes them: some matrices in 6 bits."""
+    if not kind or weight.ndim == 1:
+        return weight, None
+    if kind == "q4_1":
+        return gguf.quants.quantize(weight, Kind.Q4_1), Kind.Q4_1
+    stored = Kind.Q6_K if name.endswith(("token_embd", "output", "attn_v", "ffn_down")) else Kind.Q4_K
+    values, size = gguf.GGML_QUANT_SIZES[stored]
+    raw = np.random.default_rng(0).integers(0, 256, (weight.size // values, size), dtype=np.uint8)
+    if stored is Kind.Q4_K:  # a scale of scales and one of minima lead each block
+        raw[:, :4] = np.array([1e-4, 7.5e-4], dtype=np.float16).view(np.uint8)
+    else:  # a scale of scales ends it
+        raw[:, -2:] = np.array([3e-5], dtype=np.float16).view(np.uint8)
+    return raw.reshape(weight.shape[0], -1), stored

@@ -104,7 +104,8 @@ def compare(case: str, folder: Path, world: World) -> dict[str, Any]:
         shared=models.shared_prompts,
     )
     recomputed = models.policy.causal.is_gradient_checkpointing
-    found = plan(replace(settings, token_budget=state.token_budget, checkpointing=recomputed))
+    rests = state.engine.away is not None
+    found = plan(replace(settings, token_budget=state.token_budget, checkpointing=recomputed, rests=rests))
     totals = {name: sum(parts.values()) - parts["context and fragmentation"] for name, parts in found.phases.items()}
     phase = max(totals, key=lambda name: totals[name])
     return {

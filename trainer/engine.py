@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ class StepOutcome:
 
 class ZeroEngine:
     """DeepSpeed's engine reduced to what a policy gradient needs: forward, summed backward, step, gather."""
+
+    away: Callable[[Sequence[Tensor], Sequence[Tensor]], AbstractContextManager[None]] | None = None
+    """Takes from the device what only an update reads, and what is zero until then, while parameters are gathered."""
 
     def __init__(self, module: nn.Module, optim: Optim, deepspeed_config: dict[str, Any], world: World) -> None:
         self._deepspeed = deepspeed = _deepspeed(world)
@@ -145,9 +148,29 @@ class ZeroEngine:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Whole parameters on every rank and no ZeRO-3 module hooks: for decoding, where each rank runs on its own.
+        What only an update reads is ``away`` meanwhile, where that is set."""
+        with self.away(*self._for_updates()) if self.away else nullcontext(), self._gathered():
+            yield
 
-        Gathering alone is not enough: the hooks would gather and release again at every module of every token.
-        """
+    def _for_updates(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of stages 1 to 3: this rank's master weights and moments, and the sums of gradients that are kept, all zeros,
+        between two updates. Each class of DeepSpeed's has them elsewhere."""
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            masters, sums = optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradients_flat
+        elif self.stage == 3:
+            masters, sums = optimizer.fp32_partitioned_groups_flat, [optimizer.grad_partitions_flat_buffer]
+        else:
+            masters, sums = optimizer.single_partition_of_fp32_groups, []
+        states = [one for state in optimizer.optimizer.state.values() for one in state.values()]
+        moments = [one for one in states if isinstance(one, Tensor) and one.dim()]  # a count of steps is a number
+        return [*masters, *moments], sums
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Gathering alone is not enough: the hooks would gather and release again at every module of every token."""
         if self.stage != 3:
             yield
             return

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fake_pass import CONFIGS
 from tests.tiny import tiny_qwen2, tiny_tokenizer
+from trainer.__main__ import main
 from trainer.config import load, recipes, shipped
 from trainer.preflight.survey import survey
 
@@ -55,6 +57,28 @@ def test_a_recipe_for_24_gb_cards_passes_the_checks(name: str, cards: int, local
     assert found.probes is not None
     assert found.probes.scores == {"correct": {"reference": 1.0, "shuffled": 0.0, "empty": 0.0}}
     assert found.warnings == []
+
+
+@pytest.mark.parametrize(("name", "cards"), CARDS.items())
+def test_the_table_of_recipes_is_what_plan_says(
+    name: str, cards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """launch/README.md, row by row. The model is its config.json and nothing else."""
+    sizes = CONFIGS["1.5B" if "1.5b" in name else "7B"]
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "max_position_embeddings": 32768} | sizes)
+    )
+    words = ["--model.name_or_path", str(tmp_path), "--gpu", "a10", "--gpus", str(cards), "--json"]
+    assert main(["plan", recipe(name), *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    phase = max(found["totals_gib"], key=found["totals_gib"].get)
+    parts = found["phases_gib"][phase]
+    grouped = (("weights",), ("gradients", "optimizer"), ("KV cache",), ("activations", "head chunks"))
+    sums = [sum(parts.pop(part) for part in group) for group in grouped] + [sum(parts.values())]
+    cells = [f"`{name}`", str(cards), *(f"{size:.1f}" for size in sums)]
+    cells += [f"**{found['peak_gib']:.1f}**, {phase}", f"{found['host_gib']:.1f}"]
+    table = (shipped.recipes().parent / "README.md").read_text("utf-8")
+    assert f"| {' | '.join(cells)} |" in table.splitlines()
 
 
 @pytest.mark.parametrize("name", CARDS)

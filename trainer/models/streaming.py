@@ -55,6 +55,11 @@ class Placement:
     def _freed(self, key: tuple[str, Place], size: int) -> None:
         self.held[key] -= size
 
+    def count(self, storages: Sequence[torch.UntypedStorage], role: str, place: Place) -> None:
+        """Of a role whose storages are not copies of ours: what they hold now, all that there is."""
+        self.held[role, place] = sum(storage.nbytes() for storage in storages)
+        self.peak[role, place] = max(self.peak[role, place], self.held[role, place])
+
     def frozen(self, causal: PreTrainedModel, role: str, place: Place, *, pinned: bool = True) -> PreTrainedModel:
         """A copy of the model in that place, its ties kept, never trained."""
         copies: dict[int, Any] = {id(one): self.copy(one, role, place, pinned=pinned) for one in causal.buffers()}

@@ -1,4 +1,4 @@
-"""What "auto" becomes: gradient checkpointing and the token budget of a pass."""
+"""What "auto" becomes: gradient checkpointing and the token budget of a pass; and where the optimizer is in rollouts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,11 +47,14 @@ def fitting(settings: Settings, room: float) -> Settings | None:
 def choose(settings: Settings, room: float, *, budget: bool, checkpointing: bool) -> Settings | None:
     """Settings that fit into ``room`` bytes, the quickest by ``cost``; None where none do.
 
-    ``budget``, ``checkpointing``: which of the two are free; the others stay as they are.
+    ``budget``, ``checkpointing``: which of the two are free; the others stay as they are. The optimizer goes to the
+    host during rollouts where they alone are what does not fit.
     """
     variants = [replace(settings, checkpointing=on) for on in (False, True)] if checkpointing else [settings]
     if budget and not settings.micro_batch:
         found = [one for variant in variants if (one := fitting(variant, room))]
     else:
         found = [variant for variant in variants if plan(variant).peak <= room]
+    if not found and settings.may_rest and not settings.rests:
+        return choose(replace(settings, rests=True), room, budget=budget, checkpointing=checkpointing)
     return min(found, key=cost, default=None)

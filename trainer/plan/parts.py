@@ -37,6 +37,7 @@ def resident(settings: Settings) -> Parts:
         "gradients": state.gradients_for_good(settings),
         "optimizer": optimizer,
         "reference": state.reference(settings),
+        "reward models": 0.0 if settings.cuda else state.networks(settings),
         "DeepSpeed buckets": state.buckets_for_good(settings),
     }
 
@@ -58,7 +59,7 @@ def cache(settings: Settings) -> float:
 
 def rollout(settings: Settings) -> Parts:
     """The prefill keeps nothing for a backward pass; sampling copies all logits; stage 3 gathers all weights; a CPU
-    arranges those of the linear layers anew (models/blocked_weights.py)."""
+    arranges those of the linear layers anew (models/blocked_weights.py). Optimizer and gradients may be elsewhere."""
     shape = settings.shape
     rows = min(max(ROWS, 2 * settings.generations), settings.groups * settings.generations)
     tokens = min(settings.groups * settings.prompt, max(PREFILL, settings.prompt))
@@ -68,11 +69,21 @@ def rollout(settings: Settings) -> Parts:
     if not settings.cuda and settings.decodes_shared:
         adapter = settings.trained if settings.rank else 0
         whole += settings.itemsize * (shape.matrix + adapter + (0 if settings.bits else shape.block_weights))
-    return resident(settings) | {
+    at_rest = {"optimizer": 0.0, "gradients": 0.0} if settings.rests else {}
+    return resident(settings) | at_rest | {
         "weights": state.weights(settings) + whole,
         "KV cache": cache(settings),
         "activations": activations.without_backward(settings, tokens),
         "head chunks": float(SAMPLER_COPIES * rows * shape.vocab),
+    }
+
+
+def reward(settings: Settings) -> Parts:
+    """Rewards are asked together."""
+    tokens = settings.groups * settings.generations * settings.least_budget
+    return resident(settings) | {
+        "reward models": state.networks(settings),
+        "activations": sum(one.activations(tokens) for one in settings.networks),
     }
 
 
@@ -131,7 +142,7 @@ def training(settings: Settings) -> Parts:
 PHASES: dict[str, Callable[[Settings], Parts]] = {
     "rollout": rollout,
     "reference": reference,
-    "reward": resident,
+    "reward": reward,
     "training": training,
 }
 PARTS = (
@@ -139,6 +150,7 @@ PARTS = (
     "gradients",
     "optimizer",
     "reference",
+    "reward models",
     "KV cache",
     "activations",
     "head chunks",
@@ -172,12 +184,11 @@ class Plan:
 def plan(settings: Settings) -> Plan:
     """A phase that does not happen (no reference) is left out."""
     phases = {}
-    stays = sum(resident(settings).values())
+    stays = resident(settings)
     for phase, parts_of in PHASES.items():
         if phase == "reference" and settings.reference == "none":
             continue
         parts = dict.fromkeys(PARTS, 0.0) | parts_of(settings)
-        phases[phase] = parts | {
-            "context and fragmentation": context(settings) + FRAGMENTATION * (sum(parts.values()) - stays)
-        }
+        comes = sum(max(0.0, size - stays.get(part, 0.0)) for part, size in parts.items())
+        phases[phase] = parts | {"context and fragmentation": context(settings) + FRAGMENTATION * comes}
     return Plan(settings, phases)

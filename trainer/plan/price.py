@@ -30,6 +30,8 @@ def seconds(settings: Settings, card: Card) -> dict[str, float]:
             found["weights from the host"] = (times + 1) * whole / n / link
     if state.on_host(settings):
         found["optimizer on the host"] = (4 + e) * share / link + CPU_ADAM * share / (HOST_BANDWIDTH * GB)
+    if settings.rests:
+        found["optimizer to the host and back"] = 2 * state.resting(settings) / link
     if settings.reference == "streamed":
         found["reference from the host"] = e * shape.total / link
     if settings.bits:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainer.plan.networks import Network
 from trainer.plan.shape import Shape
 
 
@@ -78,6 +79,15 @@ class Settings:
     micro_batch: int
     token_budget: int
     checkpointing: bool
+    rests: bool = False
+    """What only an update reads lies on the host during a rollout: models/resting.py."""
+    networks: tuple[Network, ...] = ()
+    """Of rewards. They are kept on the host, and on a card while they score."""
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether there is anything that could."""
+        return self.cuda and self.zero.stage > 0 and not self.zero.offload_optimizer
 
     @property
     def trained(self) -> int:

@@ -104,6 +104,11 @@ def gradients_for_good(settings: Settings) -> float:
     return 0.0
 
 
+def resting(settings: Settings) -> float:
+    """Master weights and moments, which a rollout leaves to the host where it needs their room."""
+    return master(settings) + moments(settings) if settings.rests else 0.0
+
+
 def _oversized(settings: Settings) -> int:
     """Trained parameters of blocks, and of a head of its own, in tensors that are larger than a bucket."""
     shape, bucket = settings.shape, settings.zero.bucket
@@ -149,12 +154,18 @@ def reference_on_visit(settings: Settings) -> float:
     return settings.itemsize * (2 * shape.block_weights / shape.layers + shape.matrix)
 
 
+def networks(settings: Settings) -> float:
+    """Weights of reward models and encoders, on the host or while they score."""
+    return sum(one.weights for one in settings.networks)
+
+
 def host(settings: Settings) -> float:
     """Bytes of host memory that a rank on a card needs: what is offloaded, gradients and a pinned copy included."""
     if not settings.cuda:
         return 0.0
     share = settings.trained / settings.ranks
     away = master(settings) + moments(settings) + (4 + settings.itemsize) * share if on_host(settings) else 0.0
+    away += resting(settings) + networks(settings)
     if settings.zero.offload_parameters:
         away += whole_weights(settings) / settings.ranks
     copies = {"streamed": 1.0, "sharded": 1 / settings.ranks}.get(settings.reference, 0.0)
@@ -165,4 +176,5 @@ def held_at_the_start(settings: Settings) -> float:
     """By an engine that has not trained yet: Adam makes its moments in the first step."""
     optimizer = 0.0 if on_host(settings) else master(settings)
     for_good = gradients_for_good(settings) + buckets_for_good(settings)
-    return weights(settings) + reference(settings) + optimizer + for_good
+    rewards = 0.0 if settings.cuda else networks(settings)
+    return weights(settings) + reference(settings) + optimizer + for_good + rewards

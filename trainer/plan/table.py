@@ -26,6 +26,8 @@ def text(plan: Plan, card: Card, fits: bool, advice: Sequence[Advice]) -> str:
     lines.append(f"{'total':<26}" + "".join(f"{plan.totals[phase] / GIB:>11.2f}" for phase in phases))
     if host := state.host(settings):
         lines.append(f"On the host, a rank: {host / GIB:.1f} GiB.")
+    if settings.rests:
+        lines.append("Rollouts fit without optimizer and gradients alone, which go to the host for as long.")
     lines += ["", _verdict(plan, card, fits), *(_advice(one) for one in advice)]
     return "\n".join(lines)
 
@@ -79,6 +81,7 @@ def as_json(plan: Plan, card: Card, fits: bool, advice: Sequence[Advice]) -> dic
         "host_gib": state.host(settings) / GIB,
         "token_budget": settings.token_budget,
         "gradient_checkpointing": settings.checkpointing,
+        "optimizer_rests_in_rollouts": settings.rests,
         "advice": [
             {"changes": list(one.changes), "peak_gib": one.peak / GIB, "seconds_a_step": one.seconds, "takes": one.told}
             for one in advice

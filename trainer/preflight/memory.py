@@ -19,6 +19,7 @@ from trainer.plan.choose import MOST_TOKENS, choose
 from trainer.plan.parts import Plan, context, plan
 from trainer.plan.settings import Settings, zero_of
 from trainer.plan.shape import KNOWN, Shape, shape_of
+from trainer.preflight.networks import networks_of
 from trainer.rollout.rope_guard import Lengths
 from trainer.world import World
 
@@ -71,6 +72,7 @@ def settings_of(
         micro_batch=config.engine.micro_batch,
         token_budget=most_tokens(config, cuda),
         checkpointing=config.engine.gradient_checkpointing == "on",
+        networks=networks_of(config.reward)[0],
     )
 
 
@@ -103,7 +105,10 @@ def chosen(config: RunConfig, settings: Settings, room: float) -> tuple[Settings
     if found is not None:
         return found, True
     smallest = replace(settings, checkpointing=True) if checkpointing else settings
-    return (replace(smallest, token_budget=smallest.least_budget) if budget else smallest), False
+    if budget:
+        smallest = replace(smallest, token_budget=smallest.least_budget)
+    rests = smallest.may_rest and plan(smallest).totals["rollout"] > room
+    return replace(smallest, rests=rests), False
 
 
 # At the start of training
@@ -113,6 +118,8 @@ def chosen(config: RunConfig, settings: Settings, room: float) -> tuple[Settings
 class Choice:
     checkpointing: bool
     token_budget: int
+    rests: bool
+    """Optimizer and gradients go to the host during rollouts."""
     note: str
     plan: Plan | None
     """None of an architecture without formulas."""
@@ -138,6 +145,7 @@ def choose_at_start(
         return Choice(
             on,
             most_tokens(config, cuda),
+            False,
             f"gradient checkpointing is {'on' if on else 'off'}, passes hold {most_tokens(config, cuda)} tokens: the "
             f"memory of {model_config.model_type} is not known beforehand, only that of {', '.join(KNOWN)}",
             None,
@@ -149,7 +157,7 @@ def choose_at_start(
     room = held - less
     found, fits = chosen(config, settings, room)
     result = plan(found)
-    return Choice(found.checkpointing, found.token_budget, _note(result, held, -less, fits), result)
+    return Choice(found.checkpointing, found.token_budget, found.rests, _note(result, held, -less, fits), result)
 
 
 def in_words(found: Plan, phase: str) -> str:
@@ -160,10 +168,12 @@ def in_words(found: Plan, phase: str) -> str:
 
 def _note(found: Plan, held: float, free: float, fits: bool) -> str:
     settings = found.settings
+    resting = f"; {state.resting(settings) / GIB:.2f} GiB of optimizer are on the host in rollouts"
     return (
         f"gradient checkpointing is {'on' if settings.checkpointing else 'off'}, passes hold at most {settings.limit}; "
         f"by formulas the peak is {(found.peak - held) / GIB:.2f} GiB beyond what is loaded, in {found.fullest} "
         f"(largest of all parts: {in_words(found, found.fullest)}), and {free / GIB:.2f} can be used"
+        + (resting if settings.rests else "")
         + ("" if fits else ". THAT DOES NOT FIT; `zero-grpo plan` says what would")
     )
 

@@ -18,6 +18,7 @@ from trainer.plan.parts import Plan, plan
 from trainer.plan.settings import Settings
 from trainer.plan.shape import KNOWN, shape_of
 from trainer.preflight.memory import chosen, may_share, settings_of, this_card, this_host
+from trainer.preflight.networks import networks_of
 from trainer.rollout.rope_guard import Lengths
 
 
@@ -72,11 +73,11 @@ def plan_run(asked: Asked, *, as_json: bool) -> int:
     unlimited, _ = chosen(config, settings(config), float("inf"))
     found, fits = chosen(config, settings(config), room)
     advice = [] if fits else advise(unlimited, card, room, fitted)
-    result = plan(found)
+    result, (_, uncounted) = plan(found), networks_of(config.reward)
     if as_json:
-        say(json.dumps(table.as_json(result, card, fits, advice), indent=1))
+        say(json.dumps(table.as_json(result, card, fits, advice) | {"not_counted": uncounted}, indent=1))
     else:
-        say(table.text(result, card, fits, advice))
+        say("\n".join((table.text(result, card, fits, advice), *uncounted)))
     return 0 if fits else 2
 
 

@@ -18,6 +18,7 @@ from trainer.launcher import say
 from trainer.models.head import peak_bytes, whole_bytes
 from trainer.models.policy import Policy, load_policy
 from trainer.models.reference import Reference, make_reference
+from trainer.models.resting import Resting
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.shared_prefix import share_prompts, use_flex
 from trainer.models.streaming import Placement
@@ -189,6 +190,8 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
     checked.notes.extend((choice.note, _head_note(causal.config, choice.token_budget, config.grpo.kl.estimator)))
     if choice.checkpointing:
         causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if choice.rests:
+        engine.away = Resting(Placement(world.device))
     random_states.seed(config.run.seed + world.rank)
     return State(
         config=config,

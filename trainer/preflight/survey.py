@@ -29,6 +29,7 @@ from trainer.preflight.batch import Batch, batch_of
 from trainer.preflight.disk import Disk, Parameters, checkpoint_bytes, room_for_checkpoints
 from trainer.preflight.facts import stage_of
 from trainer.preflight.memory import Planned, may_share, most_tokens, plan_here
+from trainer.preflight.networks import networks_of
 from trainer.preflight.optimizer import check_optimizer
 from trainer.preflight.probe import Probes, probe_rewards
 from trainer.preflight.replay import check_replay
@@ -243,6 +244,7 @@ def _arithmetic(found: Survey) -> None:
             )
         if found.memory is not None:
             tokens = found.memory.plan.settings.token_budget
+            found.warnings += networks_of(config.reward)[1]
             if not found.memory.fits:
                 found.warnings.append(f"memory: {found.memory.line()}. `zero-grpo plan` says what would fit.")
         found.batch = batch_of(
