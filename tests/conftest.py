@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import json
 import os
 import shutil
@@ -11,11 +12,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.tiny_run import RUN_FILE, write_run
 from trainer.world import World, connect, disconnect
 
 RESULTS = Path(__file__).parent / "results"
+
+
+class OneLaunchAtATime(LoadFileScheduling):
+    """Among the workers of xdist: a file of unit tests has one worker, and so have all tests that start ranks together.
+
+    Ranks wait half of the time, for one another and for what a test does to them, and unit tests use it. Two launches
+    at a time would make both slow, and the margins of time-outs small.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return super()._split_scope(nodeid) if nodeid.startswith("tests/unit/") else "launches"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return OneLaunchAtATime(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """The libraries' million objects are spared at every collection, and at every count of the tensors there are."""
+    gc.freeze()
 
 
 @pytest.fixture

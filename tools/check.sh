@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Environment, lint, format, types, then every test: those of one process side by side, then those that start ranks.
+# Environment, lint, format, types, then every test: those that start ranks one by one, the others beside them.
 # --full adds the tests marked `full` (matrices, kill sweeps, soaks), which write tests/results/*.json.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -20,10 +20,7 @@ part() {
 part ruff check .
 part ruff format --check .
 part mypy trainer
-tests() {
-    echo "== pytest $*"
-    .venv/bin/python -m pytest -m "$marked" "$@" || status=1
-}
-tests tests/unit --numprocesses auto --maxprocesses 4 --dist loadfile
-tests tests/dist tests/cluster tests/browser
+# Unit tests fill the cores while ranks wait: one worker more than cores, and first what takes longest.
+part pytest -m "$marked" tests/dist tests/cluster tests/browser tests/unit \
+    --numprocesses "$(($(nproc) < 4 ? $(nproc) + 1 : 5))" --dist loadfile --no-loadscope-reorder
 exit $status

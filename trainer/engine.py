@@ -241,8 +241,9 @@ def _deepspeed(world: World) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if world.device.type == "cpu":
         # CPU ranks speak gloo. DeepSpeed would compile a shared-memory operator for 100 s at the first start, and
-        # leave 66 MiB per rank and port in /dev/shm after every run.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # leave 66 MiB per rank and port in /dev/shm after every run. It asks this table for nothing else, and filling
+        # it at the first access takes the compiler.
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     deepspeed.init_distributed(verbose=False, auto_mpi_discovery=False)
     return deepspeed
 

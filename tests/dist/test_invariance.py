@@ -69,7 +69,8 @@ def run(cells: list[dict[str, Any]], ranks: int, folder: Path, port: int, timeou
     (folder / "cells.json").write_text(json.dumps(cells))
     worker = str(Path(__file__).with_name("invariance.py"))
     arguments = [worker, str(folder), str(folder / "cells.json"), str(folder / "results.json")]
-    for rank in run_ranks(arguments, ranks, port, timeout=timeout):
+    # Values are compared, so that the comparison of shapes before each collective, half of the time, can go.
+    for rank in run_ranks(arguments, ranks, port, timeout=timeout, TORCH_DISTRIBUTED_DEBUG="OFF"):
         assert rank.code == 0, rank.output[-3000:]
     return json.loads((folder / "results.json").read_text())
 

@@ -16,17 +16,7 @@ from tests.tiny_run import RUN_FILE, write_run
 
 ROOT = Path(__file__).parents[2]
 ZERO_GRPO = (sys.executable, "-m", "trainer", "train", "run.toml")
-TORCHRUN = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--nproc_per_node",
-    "2",
-    "-m",
-    "trainer",
-    "train",
-    "run.toml",
-)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
 
 RUN = RUN_FILE + '[engine]\ndevice = "cpu"\n'
 NOISE = ("deepspeed", "[INFO]", "WARNING", "Loading weights", "gemm_4bit", "Warning:", "Traceback", "\x1e")
@@ -106,7 +96,8 @@ def test_two_ranks_show_the_run_alone(folder: Path) -> None:
     for noise in NOISE:
         assert noise not in ended.out
     assert status(folder)["state"] == "done"
-    assert "launch.py" in (folder / "out/launcher.log").read_text()
+    log = (folder / "out/launcher.log").read_text()
+    assert "launch.py" in log and "runner.py" not in log
     histogram = json.loads((folder / "out/histograms/step-000002.json").read_text())
     rows = [json.loads(line) for line in (folder / "out/rollouts/step-000002.jsonl").read_text().splitlines()]
     assert histogram["tokens"] == sum(len(row["completion_ids"]) for row in rows)  # of both ranks
@@ -125,7 +116,7 @@ def test_a_mistake_that_two_ranks_find_is_said_once_and_last(folder: Path) -> No
 
 def test_a_mistake_under_torchrun_is_said_once_in_its_last_report(folder: Path) -> None:
     (folder / "run.toml").write_text(RUN.replace("num_generations", "num_generation"))
-    ended = run(folder, *TORCHRUN)
+    ended = run(folder, *TORCHRUN, "-m", "trainer", "train", "run.toml")
     everything = ended.out + ended.err
     assert everything.count("Did you mean rollout.num_generations?") == 1
     assert "Did you mean rollout.num_generations?" in everything.strip().splitlines()[-2]

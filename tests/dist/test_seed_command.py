@@ -1,13 +1,13 @@
 """The seed document's flags train, and its recipe starts and says what is unsafe; both on a tiny model."""
 
 import json
-import socket
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.dist.launch import ROOT, Rank, run_ranks
+from tests.dist.launch import ROOT, run_ranks
+from tests.dist.test_launch import TORCHRUN, run
 from tests.tiny_run import write_run
 from tests.unit.test_seed_command import FLAGS, UNSAFE
 from trainer.config import recipes
@@ -19,22 +19,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(ranks: int, *arguments: str) -> list[Rank]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return run_ranks(arguments, ranks, port, timeout=200)
-
-
 def test_the_documents_flags_train_on_two_ranks(folder: Path) -> None:
+    """Started as the document starts them."""
     here = {"--model_name_or_path": "model", "--dataset_name": "train.jsonl", "--max_new_tokens": "4"}
     flags = [here.get(before, word) for before, word in zip(["", *FLAGS[:-1]], FLAGS, strict=True)]
     more = ["--local_rank=0", "--reward_function", "rewards.py:spread", "--num_generations", "4"]
-    speaker, silent = run(2, str(ROOT / "launch/train_grpo.py"), *flags, *more, "--num_train_epochs", "1")
-    assert (speaker.code, silent.code) == (0, 0), speaker.output + silent.output
-    assert speaker.output.count("4 a device x 4 accumulated x 2 rank(s) = 32 completions a step.") == 1
-    assert "step 1/1" in speaker.output and "BAAI/bge-m3 is set aside" in speaker.output
-    assert "completions a step" not in silent.output
+    ended = run(folder, *TORCHRUN, str(ROOT / "launch/train_grpo.py"), *flags, *more, "--num_train_epochs", "1")
+    assert ended.code == 0, ended.out + ended.err
+    said = "4 a device x 4 accumulated x 2 rank(s) = 32 completions a step."
+    assert ended.out.count(said) == 1, "of two ranks, one speaks"
+    assert "step 1/1" in ended.out and "BAAI/bge-m3 is set aside" in ended.out
     run_dir = folder / "qwen25-grpo-checkpoint"
     resolved = tomllib.loads((run_dir / "config.toml").read_text("utf-8"))
     assert (resolved["rollout"]["prompts_per_step"], resolved["rollout"]["num_generations"]) == (8, 4)
@@ -49,7 +43,7 @@ def test_the_recipe_starts_and_says_what_is_unsafe(folder: Path) -> None:
     rewards.write_text(rewards.read_text() + "\nsimilarity = spread\n")
     paths = ["--model.name_or_path", "model", "--data.source", "train.jsonl", "--data.chat_template", "off"]
     small = ["--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "40"]
-    (rank,) = run(1, "-m", "trainer", "preflight", "run.toml", *paths, *small)
+    (rank,) = run_ranks(["-m", "trainer", "preflight", "run.toml", *paths, *small], 1, 29751)
     assert rank.code == 0, rank.output
     told = " ".join(rank.output.split())  # a page of 100 columns
     assert [said for _, _, said, _ in UNSAFE if said not in told] == []

@@ -4,6 +4,7 @@ The launcher's own lines and every rank's stray output go to a log; the terminal
 was started outlives this process, on any host.
 """
 
+import base64
 import contextlib
 import ipaddress
 import json
@@ -51,9 +52,8 @@ def launch_here(arguments: Sequence[str], ranks: int, run_dir: Path, port: int =
         visible = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
         lease = Lease(Path(folder) / "lease")
         handover = Handover(launch_id, list(arguments), os.getcwd(), visible, str(lease.path), "", same_host=True)
-        options = ["--num_gpus", str(ranks), "--master_port", str(free), "--no_local_rank"]
         job = _Job(launch_id, Outcome([Host(socket.gethostname(), ranks)]), lease, run_dir, Path(folder))
-        return job.run(_runner(options, handover), os.environ | {"PYTHONUNBUFFERED": "1"}, Path.cwd())
+        return job.run(_launch(ranks, free, handover), os.environ | {"PYTHONUNBUFFERED": "1"}, Path.cwd())
 
 
 def launch_on_hosts(
@@ -89,6 +89,14 @@ def launch_on_hosts(
         finally:
             lease.end()
             keys.unlink(missing_ok=True)
+
+
+def _launch(ranks: int, port: int, handover: Handover) -> list[str]:
+    """What the deepspeed launcher's front end would start for one machine. The front end imports everything once more,
+    for seconds, and takes a /job/hostfile for an order to go to other hosts."""
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+    options = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}", "--no_local_rank"]
+    return [sys.executable, "-m", "deepspeed.launcher.launch", *options, "--module", "trainer", handover.word()]
 
 
 def _runner(options: Sequence[str], handover: Handover) -> list[str]:
