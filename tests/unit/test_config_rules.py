@@ -284,6 +284,12 @@ CASES = [
         {"reward": [another(kind="builtin", function="exact_match")]},
     ),
     (
+        "concurrency_has_calls",
+        {"reward": [another(kind="embedding", path="m", concurrency=4)]},
+        ["reward.a.concurrency = 4", "embedding"],
+        {"reward": [another(concurrency=4)]},
+    ),
+    (
         "hang_outlasts_calls",
         {"watch__hang_timeout": 30.0},
         ["reward.a.timeout = 30", "watch.hang_timeout = 30"],

@@ -46,6 +46,12 @@ class Rollout(Section):
     )
 
 
+SERVICES = ("openai", "dashscope", "dashcope", "ollama", "http")
+"""Kinds of reward that ask over the network, for money or for another's time."""
+SERVICE_CALLS_AT_A_TIME = 64
+"""256 completions at 0.2 s a call take a second, and 8 ranks hold 512 connections."""
+
+
 class Reward(Section):
     name: str = Field(
         pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Name in metrics and rollouts: letters, digits, _ and -."
@@ -62,8 +68,9 @@ class Reward(Section):
         le=1,
         description=(
             "Share of a rank's completions of a step on which the function may fail (an exception, no answer in time);"
-            " more ends the run. A failed score is never replaced by a number of ours. None, returned for a row that"
-            " the function does not apply to, is no failure."
+            " more ends the run, after five pauses with another try each where a service was away. A failed score is"
+            " never replaced by a number of ours. None, returned for a row that the function does not apply to, is no"
+            " failure."
         ),
     )
     fallback: float | None = Field(
@@ -73,7 +80,15 @@ class Reward(Section):
         ),
     )
     timeout: float = Field(default=30.0, gt=0, description="Seconds one call may take.")
-    concurrency: int = Field(default=8, ge=1, description="Calls at a time.")
+    concurrency: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Calls at a time of a rank, one completion each. Services: 64 when absent. python, builtin: absent, one"
+            " call with all completions, in this process; given, so many worker processes (of an async function:"
+            " calls), in which a call that outlasts timeout is killed, stuck C code too, and a crash costs one row."
+        ),
+    )
     retries: int = Field(default=2, ge=0, description="Further tries after a failed call.")
     function: str = Field(
         default="",
@@ -89,6 +104,11 @@ class Reward(Section):
         default="",
         description="Services: the environment variable that holds the key. The key itself never stands in a run file.",
     )
+
+    @property
+    def calls_at_a_time(self) -> int:
+        """Of a service."""
+        return self.concurrency or SERVICE_CALLS_AT_A_TIME
 
 
 class Kl(Section):

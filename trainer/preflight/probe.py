@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.batch import Completion, Prompt
-from trainer.rewards.calls import Scores
+from trainer.rewards.answers import Scores
 from trainer.rewards.runtime import RewardRuntime
 
 REFERENCE, SHUFFLED, EMPTY, QUESTION = "reference", "shuffled", "empty", "prompt"

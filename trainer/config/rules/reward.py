@@ -100,6 +100,16 @@ def key_variable(config: RunConfig) -> Iterator[Problem]:
             )
 
 
+def concurrency_has_calls(config: RunConfig) -> Iterator[Problem]:
+    for index, entry in enumerate(config.reward):
+        if entry.kind in ("model", "embedding") and given(entry, "concurrency"):
+            yield Problem(
+                _at(index, "concurrency", "kind"),
+                f'reward.{entry.name}.concurrency = {entry.concurrency} has no effect with kind = "{entry.kind}", which'
+                " scores in batches of its own. Remove it.",
+            )
+
+
 def hang_outlasts_calls(config: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(config.reward):
         if entry.timeout >= config.watch.hang_timeout:
@@ -110,4 +120,12 @@ def hang_outlasts_calls(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-RULES = (some_reward, names_differ, kind_has_its_keys, function_name, key_variable, hang_outlasts_calls)
+RULES = (
+    some_reward,
+    names_differ,
+    kind_has_its_keys,
+    function_name,
+    key_variable,
+    concurrency_has_calls,
+    hang_outlasts_calls,
+)
