@@ -56,8 +56,11 @@ class Reward(Section):
     name: str = Field(
         pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Name in metrics and rollouts: letters, digits, _ and -."
     )
-    kind: Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "ollama", "http"] = Field(
-        description="python: a function of yours. builtin: one that ships. The others are models and services."
+    kind: Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "dashcope", "ollama", "http"] = Field(
+        description=(
+            "python: a function of yours. builtin: one that ships. The others are models and services: a judge (openai:"
+            " any server of that API; dashscope, also spelled dashcope; ollama), or http: a server of yours."
+        )
     )
     weight: float = Field(
         default=1.0, description="Weight in the sum of rewards; below 0 for a penalty, 0 to record only."
@@ -97,9 +100,15 @@ class Reward(Section):
     pattern: str = Field(default="", description="builtin regex: Python regular expression to find in the completion.")
     target: int = Field(default=0, ge=0, description="builtin length: tokens that score 1.")
     limit: int = Field(default=0, ge=0, description="builtin length: tokens up to which a completion scores 1.")
-    path: str = Field(default="", description="model, embedding: folder or hub name.")
-    url: str = Field(default="", description="Services: where they listen.")
+    path: str = Field(
+        default="",
+        description="model, embedding: folder or hub name. openai, dashscope, ollama: folder of the judge's tokenizer.",
+    )
+    url: str = Field(default="", description="Services: where they listen. http: where items are posted to.")
     model: str = Field(default="", description="Services: the name of the model.")
+    prompt: str = Field(
+        default="", description="openai, dashscope, ollama: what the judge is to look at, in a sentence or more."
+    )
     key_env: str = Field(
         default="",
         description="Services: the environment variable that holds the key. The key itself never stands in a run file.",

@@ -2,13 +2,17 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.batch import Completion, Prompt
+from trainer.config.grpo import SERVICES, Reward
+from trainer.preflight import paid_probe
 from trainer.rewards.answers import Scores
+from trainer.rewards.calls import RewardFunction
 from trainer.rewards.runtime import RewardRuntime
 
 REFERENCE, SHUFFLED, EMPTY, QUESTION = "reference", "shuffled", "empty", "prompt"
@@ -25,6 +29,7 @@ class Probes:
     scores: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """By reward, then by completion; None where it did not score that one."""
     seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -51,9 +56,7 @@ def probe_rewards(rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: 
         for place, text in enumerate(said.values())
     ]
     probes = Probes(prompt.index + 1)
-    start = time.perf_counter()
-    for section, reward, scores in rewards.probe(completions):
-        probes.seconds[section.name], start = time.perf_counter() - start, time.perf_counter()
+    for section, reward, scores in _asked(rewards, completions, probes):
         if isinstance(scores, str):
             probes.errors.append(f"{scores} (asked about row {probes.row} before the first rollout)")
             continue
@@ -63,6 +66,26 @@ def probe_rewards(rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: 
         if REFERENCE in said and "answer" in reward.signature.accepted:
             _compare(probes, reward.label, probes.scores[section.name])
     return probes
+
+
+def _asked(
+    rewards: RewardRuntime, completions: list[Completion], probes: Probes
+) -> list[tuple[Reward, RewardFunction, Scores | str]]:
+    """Asks all rewards; of services only those that have not been asked the same within the hour."""
+    services = [section for section in rewards.sections if section.kind in SERVICES]
+    with paid_probe.one_at_a_time() if services else nullcontext():
+        kept = {one.name: found for one in services if (found := paid_probe.known(one, completions)) is not None}
+        known = {name: Scores(list(found["values"])) for name, found in kept.items()}
+        asked, start = [], time.perf_counter()
+        for section, reward, scores in rewards.probe(completions, known):
+            asked.append((section, reward, scores))
+            probes.seconds[section.name], start = time.perf_counter() - start, time.perf_counter()
+            if section.name in kept:
+                minutes = (time.time() - kept[section.name]["at"]) / 60
+                probes.notes.append(f"{reward.label} was tried {minutes:.0f} minutes ago, and not again")
+            elif section in services and isinstance(scores, Scores) and not scores.failures:
+                paid_probe.keep(section, completions, scores.values)
+    return asked
 
 
 def _said(prompts: Sequence[Prompt]) -> dict[str, str]:

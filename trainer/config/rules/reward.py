@@ -12,15 +12,16 @@ from trainer.config.schema import RunConfig
 CALLABLE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # kind -> keys it needs, and keys it may have; all others of this list say nothing to it.
-OWN_KEYS = ("function", "pattern", "target", "limit", "path", "url", "model", "key_env")
+OWN_KEYS = ("function", "pattern", "target", "limit", "path", "url", "model", "prompt", "key_env")
 NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "python": ("function", ()),
     "builtin": ("function", ("pattern", "target", "limit")),  # which of them, the built-in itself says
     "model": ("path", ()),
     "embedding": ("path", ()),
-    "openai": ("model", ("url", "key_env")),
-    "dashscope": ("model", ("url", "key_env")),
-    "ollama": ("model", ("url",)),
+    "openai": ("model", ("url", "key_env", "path", "prompt")),
+    "dashscope": ("model", ("url", "key_env", "path", "prompt")),
+    "dashcope": ("model", ("url", "key_env", "path", "prompt")),
+    "ollama": ("model", ("url", "path", "prompt")),
     "http": ("url", ("model", "key_env")),
 }
 FOR_EXAMPLE = {"python": '"rewards.py:my_reward"', "builtin": '"exact_match"'}
