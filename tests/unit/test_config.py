@@ -342,7 +342,7 @@ def test_describe_marks_what_this_version_refuses(monkeypatch):
     assert "not in this version" not in entries["optim.lr"] + entries["reward.function"] + entries["reward.name"]
 
     monkeypatch.setattr(available, "REWARD_KINDS", ("python", "builtin", "model", "embedding", "openai", "dashscope"))
-    assert describe("reward.kind").splitlines()[0].endswith(' ("ollama", "http": not in this version)')
+    assert describe("reward.kind").splitlines()[0].endswith(' ("dashcope", "ollama", "http": not in this version)')
     assert "not in this version" not in describe("reward.path") + describe("reward.key_env")
 
 

@@ -50,6 +50,8 @@ SERVICES = ("openai", "dashscope", "dashcope", "ollama", "http")
 """Kinds of reward that ask over the network, for money or for another's time."""
 SERVICE_CALLS_AT_A_TIME = 64
 """256 completions at 0.2 s a call take a second, and 8 ranks hold 512 connections."""
+OLLAMA_CALLS_AT_A_TIME = 4
+"""It computes one or a few at a time, and the others wait while their time runs."""
 
 
 class Reward(Section):
@@ -87,7 +89,7 @@ class Reward(Section):
         default=None,
         ge=1,
         description=(
-            "Calls at a time of a rank, one completion each. Services: 64 when absent. python, builtin: absent, one"
+            "Calls at a time of a rank, one completion each. Services: 64 when absent, ollama: 4. python, builtin: absent, one"
             " call with all completions, in this process; given, so many worker processes (of an async function:"
             " calls), in which a call that outlasts timeout is killed, stuck C code too, and a crash costs one row."
         ),
@@ -117,7 +119,7 @@ class Reward(Section):
     @property
     def calls_at_a_time(self) -> int:
         """Of a service."""
-        return self.concurrency or SERVICE_CALLS_AT_A_TIME
+        return self.concurrency or (OLLAMA_CALLS_AT_A_TIME if self.kind == "ollama" else SERVICE_CALLS_AT_A_TIME)
 
 
 class Kl(Section):

@@ -27,7 +27,7 @@ class Kept(TypedDict):
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """The ranks of one host ask one after another, so that the first one pays. Nothing where there is no room for it."""
+    """The ranks of one host ask one after another, so that the first one pays. Without a cache they all do."""
     try:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -10,10 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import SERVICES, Reward
+from trainer.errors import Refused
 from trainer.preflight import paid_probe
 from trainer.rewards.answers import Scores
 from trainer.rewards.calls import RewardFunction
 from trainer.rewards.runtime import RewardRuntime
+from trainer.rollout.rope_guard import Lengths
 
 REFERENCE, SHUFFLED, EMPTY, QUESTION = "reference", "shuffled", "empty", "prompt"
 """What the completions of the probe say: the answer of their row, that of another row, nothing, or their prompt again
@@ -37,7 +39,9 @@ class Probes:
         return {name: {"row": self.row, **scores} for name, scores in self.scores.items()}
 
 
-def probe_rewards(rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> Probes:
+def probe_rewards(
+    rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, lengths: Lengths
+) -> Probes:
     """Calls each reward once. Errors: it breaks its contract, or fails on all. Warnings: it fails on some, or finds the
     right answer no better than a wrong one."""
     prompt = prompts[0]
@@ -56,6 +60,11 @@ def probe_rewards(rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: 
         for place, text in enumerate(said.values())
     ]
     probes = Probes(prompt.index + 1)
+    try:
+        probes.notes += rewards.prepare(lengths.prompt, lengths.new)
+    except Refused as refusal:
+        probes.errors += refusal.problems
+        return probes
     for section, reward, scores in _asked(rewards, completions, probes):
         if isinstance(scores, str):
             probes.errors.append(f"{scores} (asked about row {probes.row} before the first rollout)")

@@ -219,7 +219,9 @@ def _rewards_on_data(found: Survey) -> None:
     if problems := rewards.check(prompts.train + prompts.eval):
         found.errors += [f"rewards and data do not fit: {problem}" for problem in problems]
         return
-    found.probes = probe_rewards(rewards, prompts.train, tokenizer)
+    assert found.lengths is not None
+    found.probes = probe_rewards(rewards, prompts.train, tokenizer, found.lengths)
+    found.notes += found.probes.notes
     found.errors += found.probes.errors
     found.warnings += found.probes.warnings
     found.warnings += _cut_answers(found.config.rollout.max_new_tokens, prompts, tokenizer)

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,8 @@ from trainer.rewards.event_loop import EventLoop
 from trainer.rewards.functions import TrainerState, copy_files, resolve
 from trainer.rewards.ledger import Ledger
 from trainer.rewards.processes import InProcesses
+from trainer.rewards.services.resolve import service
+from trainer.rewards.services.service import Service
 
 SHARE_OF_HANG_TIMEOUT = 0.4
 """A step stops waiting for its rewards when so much of watch.hang_timeout is over, which the other ranks wait in their
@@ -64,7 +66,8 @@ class RewardRuntime:
             try:
                 self._functions.append(self._resolve(section))
             except Refused as refusal:
-                problems.append(f"reward {section.name!r}, function = {section.function!r}: {refusal}")
+                named = f"function = {section.function!r}" if section.function else f'kind = "{section.kind}"'
+                problems.append(f"reward {section.name!r}, {named}: {refusal}")
         if problems:
             raise Refused("\n".join(problems))
         self._loop = EventLoop() if any(reward.is_async for reward in self._functions) else None
@@ -108,17 +111,31 @@ class RewardRuntime:
             result.messages.append(_none_scored(self.sections, completions, step))
         return result
 
-    def probe(self, completions: list[Completion]) -> list[tuple[Reward, RewardFunction, Scores | str]]:
+    def prepare(self, prompt_tokens: int, new_tokens: int) -> list[str]:
+        """Tells services how long the longest prompt and a completion are. Refused where a window is smaller."""
+        notes, problems = [], []
+        for reward in self._functions:
+            if isinstance(asked := reward.function, Service) and self._loop is not None:
+                try:
+                    waits = 2 * reward.timeout + 10  # it ends by itself after one
+                    notes += self._loop.run(asked.backend.prepare(prompt_tokens, new_tokens), waits)
+                except Refused as refusal:
+                    problems += refusal.problems
+        if problems:
+            raise Refused(*problems)
+        return notes
+
+    def probe(
+        self, completions: list[Completion], known: Mapping[str, Scores]
+    ) -> Iterator[tuple[Reward, RewardFunction, Scores | str]]:
         """What each reward says of a few completions before the first step, or how it breaks its contract. Nothing is
-        kept, and no share of failures ends anything."""
+        kept, and no share of failures ends anything. ``known``, by name, are not asked."""
         occasion = Occasion(TrainerState(global_step=0, max_steps=self.max_steps), self._loop)
-        found: list[tuple[Reward, RewardFunction, Scores | str]] = []
         for section, reward in zip(self.sections, self._functions, strict=True):
             try:
-                found.append((section, reward, score_rows(reward, completions, occasion)))
+                yield section, reward, known.get(section.name) or score_rows(reward, completions, occasion)
             except Stopped as broken:
-                found.append((section, reward, str(broken)))
-        return found
+                yield section, reward, str(broken)
 
     def copy_into(self, run_dir: Path) -> None:
         """Keep the user's reward files with the run, in RUN_DIR/rewards."""
@@ -150,6 +167,8 @@ class RewardRuntime:
         elif section.kind == "builtin":
             function = builtin.bind(section)
             concurrency = section.concurrency
+        elif section.kind in SERVICES:
+            function = service(section)
         else:
             raise Refused(f'kind = "{section.kind}" is not available in this version; use "python" or "builtin"')
         if section.kind in SERVICES:
@@ -165,7 +184,7 @@ class RewardRuntime:
             function = InProcesses(load, section.timeout, section.retries)
         return RewardFunction(
             name=section.name,
-            label=f"reward {section.name!r} ({section.function})",
+            label=f"reward {section.name!r} ({section.function or section.kind})",
             function=function,
             signature=signature,
             timeout=section.timeout,

@@ -13,9 +13,7 @@ from trainer.config.schema import RunConfig
 def address(config: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(config.reward):
         if entry.url and (wrong := _wrong_address(entry)):
-            yield Problem(
-                (("reward", index, "url"),), f"reward.{entry.name}.url = {literal(entry.url)}: {wrong}"
-            )
+            yield Problem((("reward", index, "url"),), f"reward.{entry.name}.url = {literal(entry.url)}: {wrong}")
 
 
 def _wrong_address(entry: Reward) -> str:

@@ -1,9 +1,9 @@
 """Services that score several completions in a call: DashScope's reranker, and a server of the user's own."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.errors import Refused
 from trainer.rewards.services import replies
 from trainer.rewards.services.budget import Budget
 from trainer.rewards.services.http import Http
@@ -49,6 +49,12 @@ class Rerank:
         return [Scored(value, cut) for value, (_, cut) in zip(values, fitted, strict=True)]
 
     async def prepare(self, prompt_tokens: int, new_tokens: int) -> list[str]:
+        if (need := prompt_tokens + new_tokens) > RERANK_WINDOW:
+            raise Refused(
+                f"{self.http.label}: {self.model} reads {RERANK_WINDOW} tokens of a request with a completion; the"
+                f" longest prompt ({prompt_tokens}) and a completion ({new_tokens}) are {need}. Lower"
+                " data.max_prompt_tokens or rollout.max_new_tokens, or take a judge."
+            )
         self.budget.window = RERANK_WINDOW
         return []
 

@@ -9,7 +9,8 @@ T = TypeVar("T")
 
 FAILURES = 5
 """Calls in a row, each with all its tries, after which the circuit opens."""
-COOL_DOWN_S = 5.0
+COOL_DOWN_S = 3.0
+"""Shorter than the shortest pause of a run whose service is away."""
 
 
 class ServiceError(Exception):
@@ -21,7 +22,7 @@ class Unavailable(ServiceError):
 
 
 class Breaker:
-    """Closed: calls go through. Open, after FAILURES in a row: they fail at once. Half-open, COOL_DOWN_S later: one call
+    """Closed: calls go through. Open, after FAILURES in a row: they fail at once. Half-open, COOL_DOWN_S later: one
     goes through, the others wait for what it finds, and the circuit closes or opens again."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ class OpenAiChat:
             sent = dict(self._optional)
             body = {"model": self.model, "messages": messages, "stream": False} | sent
             try:
-                told = await self.http.post(f"{self._path}/chat/completions", body)
+                told = await self.http.offer(f"{self._path}/chat/completions", body)
             except Rejected as rejected:
                 self._leave_out(rejected, sent)
                 continue
@@ -58,9 +58,7 @@ class OpenAiChat:
         """Raises unless the error names an optional field."""
         named = [] if "context" in rejected.body else [name for name in sent if name in rejected.body]
         if not named:
-            if rejected.status == 422:
-                raise self.http.hopeless(422, str(rejected), "") from None
-            raise rejected
+            raise rejected.final from None
         for name in named:
             if self._optional.pop(name, None) is not None:  # the first of several calls at a time says so
                 say(f"{self.http.label}: {self.model} takes no {name!r}, so requests go without it from now on")
@@ -135,6 +133,8 @@ class Judge:
             longest = await self.chat.longest()
         except ServiceError as failure:
             raise Refused(f"{where}: {failure}") from None
+        except Stopped as stopped:
+            raise Refused(str(stopped)) from None
         by_bytes = self.budget.starts is bytes_as_units
         own = self._kept() // (BYTES_PER_TOKEN if by_bytes else 1)
         if longest is not None and longest < (need := prompt_tokens + new_tokens + own):
@@ -148,7 +148,11 @@ class Judge:
         self.budget.window = self.chat.window(longest, wanted)
         if self.budget.window is None:
             return [f"{where}: it does not say how long its window is, so nothing is cut to fit it"]
-        unit = "bytes, since no token is shorter (its tokenizer's folder as `path` counts tokens)" if by_bytes else "tokens"
+        unit = (
+            "bytes, since no token is shorter (its tokenizer's folder as `path` counts tokens)"
+            if by_bytes
+            else "tokens"
+        )
         return [
             f"{where}: window of {self.budget.window} tokens; what is longer is cut in its middle, counted in {unit}"
         ]

@@ -2,9 +2,11 @@
 
 import asyncio
 import email.utils
+import functools
 import json
 import os
 import random
+import ssl
 import time
 from http import HTTPStatus
 from typing import Any
@@ -35,12 +37,13 @@ class Again(Unavailable):
         self.after = after
 
 
-class Rejected(ServiceError):
-    """The server does not take this request (400, or 422 that an optional field may explain)."""
+class Rejected(Exception):
+    """The server does not take this request (400, 422); perhaps without a field that it names in ``body``. ``final``:
+    what it means otherwise."""
 
-    def __init__(self, why: str, status: int, body: str) -> None:
-        super().__init__(why)
-        self.status, self.body = status, body
+    def __init__(self, final: ServiceError | Stopped, body: str) -> None:
+        super().__init__(str(final))
+        self.final, self.body = final, body
 
 
 class Http:
@@ -52,16 +55,26 @@ class Http:
     """
 
     def __init__(self, label: str, url: str, key_env: str, *, timeout: float, retries: int) -> None:
-        self.label, self.url, self.key_env = label, url.rstrip("/"), key_env
+        self.label, self.url, self.key_env = label, url, key_env
         self.timeout, self.retries = timeout, retries
         self._client: httpx2.AsyncClient | None = None
         self._key()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            return await self.offer(path, body)
+        except Rejected as rejected:
+            raise rejected.final from None
+
+    async def offer(self, path: str, body: dict[str, Any]) -> Any:
+        """``post``, for those who have another form of the request where this one is Rejected."""
         return await self._ask("POST", path, body)
 
     async def get(self, path: str) -> Any:
-        return await self._ask("GET", path, None)
+        try:
+            return await self._ask("GET", path, None)
+        except Rejected as rejected:
+            raise rejected.final from None
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """The JSON of a reply, of one try of several; all tries and the pauses between them end within ``timeout``."""
@@ -100,6 +113,7 @@ class Http:
         if self._client is None:
             self._client = httpx2.AsyncClient(
                 trust_env=False,
+                verify=_tls(),
                 follow_redirects=False,
                 timeout=httpx2.Timeout(None, connect=max(1.0, self.timeout / 3)),  # time for a second try
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
@@ -145,18 +159,20 @@ class Http:
             asks = "" if after is None else f", and asks to wait {after:.0f} s"
             raise Again(f"{answered}{asks}: {self._quoted(told)}", after)
         if status in (400, 422):
-            raise Rejected(f"{answered}: {self._quoted(told)}", status, told[:20_000].decode("utf-8", "replace"))
+            final = self._hopeless(status, answered, self._quoted(told)) if status == 422 else None
+            row_fails = ServiceError(f"{answered}: {self._quoted(told)}")
+            raise Rejected(final or row_fails, told[:20_000].decode("utf-8", "replace"))
         if status in HOPELESS:
-            raise self.hopeless(status, answered, self._quoted(told))
+            raise self._hopeless(status, answered, self._quoted(told))
         if 300 <= status < 400:
             raise Unavailable(f"{answered}, a redirect to {_host(reply)!r:.80}, which is not followed")
         raise ServiceError(f"{answered}: {self._quoted(told)}")
 
-    def hopeless(self, status: int, answered: str, body: str) -> Stopped:
+    def _hopeless(self, status: int, answered: str, body: str) -> Stopped:
         """Of a key that is not taken, the reply is not repeated: some quote it."""
         if status in (401, 403):
-            key = f"the key in the environment variable {self.key_env}" if self.key_env else "it wants a key: key_env"
-            advice = f"{key}{' is not accepted' if self.key_env else ''}. Not tried again."
+            named = f"the key in the environment variable {self.key_env} is not accepted"
+            advice = f"{named if self.key_env else 'it wants a key, and none is named'}. Not tried again."
         elif status == 404:
             advice = f"there is no such path, or no such model there. {body}"
         else:
@@ -169,6 +185,11 @@ class Http:
         if key := os.environ.get(self.key_env, "").strip():
             text = text.replace(key, "[key]")
         return f"{redacted(text)!r:.200}" if text else "an empty reply"
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    return httpx2.create_ssl_context(trust_env=False)  # a file of certificates to read; once is enough
 
 
 def _reason(error: httpx2.HTTPError) -> str:

@@ -32,10 +32,11 @@ _SPEAKS = re.compile(
     r"|\b(?:note|message|memo|instructions?|attention|dear|hey|hello)\b.{0,20}\b(?:grader|judge|evaluator|reviewer|rater)\b"
     r"|\byou(?: are|'re| must| should| will)\b.{0,60}\b(?:grader|judge|evaluator|score|grade|rate|award)\b"
     r"|\b(?:give|award|assign|output|return|reply with|respond with|rate|score|grade)\b.{0,40}"
-    r"\b(?:(?:full|maximum|max|highest|perfect|top)\b.{0,12}\b(?:score|mark|rating|grade|points?)|10\s*/\s*10|10 out of 10|score of \d)"
+    r"\b(?:(?:full|maximum|max|highest|perfect|top)\b.{0,12}\b(?:score|mark|rating|grade|points?)"
+    r"|10\s*/\s*10|10 out of 10|score of \d)"
     r"|\b(?:score|grade|rating|verdict)\"?\s*[:=]\s*\"?\d|\[\[\s*\d+\s*\]\]"
     r"|\b(?:end|begin(?:ning)?) of (?:the )?(?:response|data|request|untrusted)\b|^\W{0,8}(?:system|developer)\W{0,4}:"
-    r"|(?:忽略|无视|忘记).{0,20}(?:指令|指示|规则|提示)|(?:给出?|打|评)(?:我)?.{0,6}(?:满分|最高分|10\s*分)|评分\s*[::]\s*\d",
+    r"|(?:忽略|无视|忘记).{0,20}(?:指令|指示|规则|提示)|(?:给出?|打|评)(?:我)?.{0,6}(?:满分|最高分|10\s*分)|评分\s*[:\uff1a]\s*\d",
     re.IGNORECASE | re.MULTILINE,
 )
 

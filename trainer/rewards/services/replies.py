@@ -46,7 +46,9 @@ def judged(content: Any, top: float) -> float:
     try:
         verdict = parsed(content)
     except ValueError as error:
-        raise ServiceError(f"the judge's reply is not the JSON that was asked for ({error}): {shown(content)}") from None
+        raise ServiceError(
+            f"the judge's reply is not the JSON that was asked for ({error}): {shown(content)}"
+        ) from None
     if not isinstance(verdict, dict) or verdict.keys() != {"score"}:
         raise ServiceError(f'the judge\'s reply is {shown(content)}; expected {{"score": N}} and nothing else')
     return number(verdict["score"], 0, top) / top
