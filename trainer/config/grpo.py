@@ -46,6 +46,7 @@ class Rollout(Section):
     )
 
 
+RewardKind = Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "dashcope", "ollama", "http"]
 SERVICES = ("openai", "dashscope", "dashcope", "ollama", "http")
 """Kinds of reward that ask over the network, for money or for another's time."""
 SERVICE_CALLS_AT_A_TIME = 64
@@ -58,10 +59,10 @@ class Reward(Section):
     name: str = Field(
         pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Name in metrics and rollouts: letters, digits, _ and -."
     )
-    kind: Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "dashcope", "ollama", "http"] = Field(
+    kind: RewardKind = Field(
         description=(
-            "python: a function of yours. builtin: one that ships. The others are models and services: a judge (openai:"
-            " any server of that API; dashscope, also spelled dashcope; ollama), or http: a server of yours."
+            "python: a function of yours. builtin: one that ships. model, embedding: models. openai (any server of that"
+            " API), dashscope (also spelled dashcope), ollama: a judge. http: a server of yours."
         )
     )
     weight: float = Field(
@@ -84,14 +85,18 @@ class Reward(Section):
             "Score of a completion that could not be scored. Absent: the completion leaves the statistics and the loss."
         ),
     )
-    timeout: float = Field(default=30.0, gt=0, description="Seconds one call may take.")
+    timeout: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds one call may take. Services: with all its tries and the pauses between.",
+    )
     concurrency: int | None = Field(
         default=None,
         ge=1,
         description=(
-            "Calls at a time of a rank, one completion each. Services: 64 when absent, ollama: 4. python, builtin: absent, one"
-            " call with all completions, in this process; given, so many worker processes (of an async function:"
-            " calls), in which a call that outlasts timeout is killed, stuck C code too, and a crash costs one row."
+            "Calls at a time of a rank, one completion each. Services: 64 when absent, ollama: 4. python, builtin:"
+            " absent, one call with all completions, in this process; given, so many worker processes (of an async"
+            " function: calls), in which a call that outlasts timeout is killed, stuck C code too, and a crash costs one row."
         ),
     )
     retries: int = Field(default=2, ge=0, description="Further tries after a failed call.")

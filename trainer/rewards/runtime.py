@@ -28,6 +28,8 @@ from trainer.rewards.services.service import Service
 SHARE_OF_HANG_TIMEOUT = 0.4
 """A step stops waiting for its rewards when so much of watch.hang_timeout is over, which the other ranks wait in their
 next collective. Less than half, since an evaluation scores twice between two of them."""
+MOST_REASONS = 5
+"""Told of a step."""
 NOT_OF_A_SCORE = {"weight", "max_unscored", "fallback", "timeout", "concurrency", "retries"}
 """Keys of a [[reward]] that change no score."""
 
@@ -226,6 +228,8 @@ def _judge_failures(
         f"{why}: {_row_names(completions[i] for i, reason in scores.failures.items() if reason == why)}"
         for why in dict.fromkeys(scores.failures.values())
     ]
+    if (others := len(reasons) - MOST_REASONS) > 0:  # a judge has another for every row
+        reasons[MOST_REASONS:] = [f"and {others} other reasons"]
     if failed > section.max_unscored * n:
         raise Stopped(
             f"{reward.label} failed on {failed} of {n} completions in step {step + 1}, "
