@@ -112,7 +112,7 @@ class Stub:
     async def _answer(self, writer: asyncio.StreamWriter, asked: Asked, fault: str) -> bool:
         """True where the connection ends with it."""
         if fault.isdigit():
-            status, _, body = int(fault), None, {"error": {"message": f"no: {asked.headers.get('authorization', '')}"}}
+            status, _, body = int(fault), None, {"error": {"message": f"no: {asked.headers.get('authorization', '')[7:]}"}}
             return self._write(writer, status, json.dumps(body).encode(), {"Retry-After": "7"} if status == 429 else {})
         match fault:
             case "hang":

@@ -242,7 +242,7 @@ def test_s10_the_key_comes_from_the_environment_at_each_call(monkeypatch: pytest
 def test_a_reply_that_quotes_the_key_is_not_repeated() -> None:
     with Stub(["400"]) as stub:  # the stub's error message holds the header
         said = ask(section("http", stub.address), completions(1)).messages[0]
-    assert "Bearer [key]" in said and KEY not in said
+    assert "no: [key]" in said and KEY not in said
 
 
 def test_f22_an_open_circuit_spares_the_service_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:

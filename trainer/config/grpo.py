@@ -96,8 +96,8 @@ class Reward(Section):
         description=(
             "Calls at a time of a rank, one completion each. Services: 64 when absent, ollama: 4. python, builtin:"
             " absent, one call with all completions, in this process; given, so many worker processes (of an async"
-            " function: calls), in which a call that outlasts timeout is killed, stuck C code too, and a crash costs one"
-            " row."
+            " function: calls), in which a call that outlasts timeout is killed, stuck C code too, and a crash costs"
+            " one row."
         ),
     )
     retries: int = Field(default=2, ge=0, description="Further tries after a failed call.")
