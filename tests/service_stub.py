@@ -112,8 +112,9 @@ class Stub:
     async def _answer(self, writer: asyncio.StreamWriter, asked: Asked, fault: str) -> bool:
         """True where the connection ends with it."""
         if fault.isdigit():
-            status, _, body = int(fault), None, {"error": {"message": f"no: {asked.headers.get('authorization', '')[7:]}"}}
-            return self._write(writer, status, json.dumps(body).encode(), {"Retry-After": "7"} if status == 429 else {})
+            key = asked.headers.get("authorization", "").removeprefix("Bearer ")
+            body = json.dumps({"error": {"message": f"no: {key}"}}).encode()
+            return self._write(writer, int(fault), body, {"Retry-After": "7"} if fault == "429" else {})
         match fault:
             case "hang":
                 await asyncio.sleep(60)

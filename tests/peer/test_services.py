@@ -62,6 +62,22 @@ def test_official_clients_agree_with_the_stub_and_with_us(monkeypatch: pytest.Mo
         assert ours[kind].body.keys() - theirs[kind].body.keys() == set(), kind
 
 
+def test_256_completions_of_a_service_of_200_ms_take_less_than_2_s(results: Any) -> None:
+    """Client and server share this process, so the time is that of both."""
+    with Stub(seconds=0.2) as stub:
+        runtime = RewardRuntime([section("openai", stub.address, key_env="")], Path())
+        runtime.score(completions(1), 0)  # makes the connection pool and reads the certificates
+        rows, began = completions(256), time.monotonic()
+        runtime.score(rows, 1)
+        seconds = time.monotonic() - began
+    results(
+        "services_throughput",
+        {"completions": 256, "service_seconds": 0.2, "in_flight": stub.most_in_flight, "took": round(seconds, 2)},
+    )
+    assert all(row.reward == 0.7 for row in rows)
+    assert seconds < 2
+
+
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """`transformers serve` on a free port."""

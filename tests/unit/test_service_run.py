@@ -1,6 +1,7 @@
 """Whole runs with a judge behind HTTP: what is tried before the start, trained on, recorded, and never shown."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,9 @@ def test_s7_a_run_goes_through_an_outage_and_shows_no_key(
     assert any("checkpoints" in file.parts for file in written) and any("probes" in file.parts for file in written)
     assert [file for file in written if KEY.encode() in file.read_bytes()] == []
     assert KEY not in said
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            assert KEY.encode() not in command.read_bytes()
 
 
 def test_f23_a_key_that_is_withdrawn_ends_the_run_saved(

@@ -292,7 +292,7 @@ def test_256_completions_of_a_slow_service_are_asked_at_once() -> None:
         seconds = time.monotonic() - began
         assert stub.most_in_flight == 64
     assert all(row.reward == 0.7 for row in rows)
-    assert seconds < 2
+    assert seconds < 10, "one after another they take 51"
 
 
 def test_a_server_of_ones_own_gets_what_the_row_holds() -> None:

@@ -43,9 +43,9 @@ def one_at_a_time() -> Iterator[None]:
 def known(section: Reward, completions: Sequence[Completion]) -> Kept | None:
     try:
         kept: Kept = json.loads(_file(section, completions).read_text("utf-8"))
-    except (OSError, ValueError):
+        return kept if 0 <= time.time() - kept["at"] < KEPT_S else None
+    except (OSError, ValueError, KeyError, TypeError):  # never kept, or damaged
         return None
-    return kept if 0 <= time.time() - kept["at"] < KEPT_S else None
 
 
 def keep(section: Reward, completions: Sequence[Completion], values: list[float | None]) -> None:

@@ -115,7 +115,8 @@ class RewardRuntime:
 
     def prepare(self, prompt_tokens: int, new_tokens: int) -> list[str]:
         """Tells services how long the longest prompt and a completion are. Refused where a window is smaller."""
-        notes, problems = [], []
+        notes: list[str] = []
+        problems: list[str] = []
         for reward in self._functions:
             if isinstance(asked := reward.function, Service) and self._loop is not None:
                 try:
