@@ -98,9 +98,9 @@ class OllamaChat:
         return content
 
     async def longest(self) -> int | None:
-        info = replies.field(await self.http.post("/api/show", {"model": self.model}), "model_info")
-        family = replies.field(info, "general.architecture")
-        longest = replies.field(info, f"{family}.context_length")
+        told = await self.http.post("/api/show", {"model": self.model})
+        family = replies.field(told, "model_info", "general.architecture")
+        longest = told["model_info"].get(f"{family}.context_length")
         return longest if isinstance(longest, int) and longest > 0 else None
 
     def window(self, longest: int | None, wanted: int) -> int | None:
