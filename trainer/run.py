@@ -27,6 +27,7 @@ from trainer.preflight.shared_dir import check_shared
 from trainer.preflight.survey import Survey, survey
 from trainer.record.memory import asked_of_memory
 from trainer.record.run_dir import RunState
+from trainer.rewards.ledger import Ledger
 from trainer.state import State
 from trainer.train import save, together, train
 from trainer.world import World, connect, disconnect, failed_collective
@@ -130,6 +131,7 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
     together(world, lambda: output.begin(goes_on=goes_on))
     if goes_on and world.is_main:
         checkpoints.store.tidy(state.step)
+    state.rewards.ledger = Ledger(output.path, world.rank, state.step)
     begun.append(Run(state, output, checkpoints))
     interrupts.defer()
     train(state, output, checkpoints)

@@ -149,7 +149,9 @@ def save(state: State, output: Output, checkpoints: Checkpoints) -> Path | None:
     output.alarms.saved(step)
     checkpoints.keep_good(output.alarms.good_step)
     progress = state.boundary.progress | {"output": output.progress()}
-    return checkpoints.save(step, progress, state.boundary.random_states)
+    folder = checkpoints.save(step, progress, state.boundary.random_states)
+    state.rewards.forget_paid_before(step)
+    return folder
 
 
 def where_to_go_on(checkpoints: Checkpoints) -> str:

@@ -306,7 +306,7 @@ def test_a_dumped_config_reads_back_equal(tmp_path_factory, system, stop, lr, we
     assert RunConfig.model_validate(tomllib.loads(dump(config))) == config
 
 
-UNSET = {"reward.fallback", *(f"watch.{limit}" for limit in LEVELS)}
+UNSET = {"reward.fallback", "reward.concurrency", *(f"watch.{limit}" for limit in LEVELS)}
 """Without a value of their own as they come: TOML has no null."""
 
 
@@ -342,7 +342,7 @@ def test_describe_marks_what_this_version_refuses(monkeypatch):
     assert "not in this version" not in entries["optim.lr"] + entries["reward.function"] + entries["reward.name"]
 
     monkeypatch.setattr(available, "REWARD_KINDS", ("python", "builtin", "model", "embedding", "openai", "dashscope"))
-    assert describe("reward.kind").splitlines()[0].endswith(' ("ollama", "http": not in this version)')
+    assert describe("reward.kind").splitlines()[0].endswith(' ("dashcope", "ollama", "http": not in this version)')
     assert "not in this version" not in describe("reward.path") + describe("reward.key_env")
 
 

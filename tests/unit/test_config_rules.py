@@ -284,6 +284,12 @@ CASES = [
         {"reward": [another(kind="builtin", function="exact_match")]},
     ),
     (
+        "concurrency_has_calls",
+        {"reward": [another(kind="embedding", path="m", concurrency=4)]},
+        ["reward.a.concurrency = 4", "embedding"],
+        {"reward": [another(concurrency=4)]},
+    ),
+    (
         "hang_outlasts_calls",
         {"watch__hang_timeout": 30.0},
         ["reward.a.timeout = 30", "watch.hang_timeout = 30"],
@@ -382,9 +388,39 @@ CASES = [
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
     (
         "reward_kinds",
-        {"reward": [{"name": "a", "kind": "openai", "model": "m"}]},
-        ["reward.a.kind", 'use "python" or "builtin"'],
+        {"reward": [{"name": "a", "kind": "model", "path": "m"}]},
+        ["reward.a.kind", 'use "python" or "builtin" or "openai"'],
         {},
+    ),
+    *(
+        (
+            "address",
+            {"reward": [{"name": "a", "kind": "http", "url": url, "key_env": "KEY"}]},
+            ["reward.a.url", said],
+            {"reward": [{"name": "a", "kind": "http", "url": right, "key_env": "KEY"}]},
+        )
+        for url, said, right in (
+            ("file:///etc/passwd", "expected http://", "https://a.example/score"),
+            ("a.example:8000", "expected http://", "https://a.example:8000"),
+            ("https://me@a.example", "expected http://", "https://a.example"),
+            ("https://a.example:port", "Port could not be cast", "https://a.example:1"),
+            ("https://a.example/score?k=1", "without spaces, ?", "https://a.example/score"),
+            ("http://10.0.0.5:8000", "in the clear", "http://127.0.0.1:8000"),
+            ("http://localhost.a.example", "in the clear", "http://localhost:8000"),
+            ("http://127.0.0.1.a.example", "in the clear", "http://[::1]:8000"),
+        )
+    ),
+    (
+        "key_is_named",
+        {"reward": [{"name": "a", "kind": "openai", "model": "m"}]},
+        ["reward.a.key_env", "OPENAI_API_KEY", "url"],
+        {"reward": [{"name": "a", "kind": "openai", "model": "m", "url": "http://10.0.0.5:8000/v1"}]},
+    ),
+    (
+        "key_is_named",
+        {"reward": [{"name": "a", "kind": "dashcope", "model": "m"}]},
+        ["reward.a.key_env", "DASHSCOPE_API_KEY"],
+        {"reward": [{"name": "a", "kind": "dashcope", "model": "m", "key_env": "DASHSCOPE_API_KEY"}]},
     ),
 ]
 

@@ -154,6 +154,12 @@ def patience(config: RunConfig) -> Iterator[str]:
         )
 
 
+def dashcope(config: RunConfig) -> Iterator[str]:
+    for entry in config.reward:
+        if entry.kind == "dashcope":
+            yield f'reward.{entry.name}.kind = "dashcope" is read as "dashscope", as the service spells itself.'
+
+
 ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     short_completions,
     temperature,
@@ -168,4 +174,5 @@ ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     sequence_clip,
     accumulation_precision,
     patience,
+    dashcope,
 )

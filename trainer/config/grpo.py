@@ -46,12 +46,24 @@ class Rollout(Section):
     )
 
 
+RewardKind = Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "dashcope", "ollama", "http"]
+SERVICES = ("openai", "dashscope", "dashcope", "ollama", "http")
+"""Kinds of reward that ask over the network, for money or for another's time."""
+SERVICE_CALLS_AT_A_TIME = 64
+"""256 completions at 0.2 s a call take a second, and 8 ranks hold 512 connections."""
+OLLAMA_CALLS_AT_A_TIME = 4
+"""It computes one or a few at a time, and the others wait while their time runs."""
+
+
 class Reward(Section):
     name: str = Field(
         pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Name in metrics and rollouts: letters, digits, _ and -."
     )
-    kind: Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "ollama", "http"] = Field(
-        description="python: a function of yours. builtin: one that ships. The others are models and services."
+    kind: RewardKind = Field(
+        description=(
+            "python: a function of yours. builtin: one that ships. model, embedding: models. openai (any server of that"
+            " API), dashscope (also spelled dashcope), ollama: a judge. http: a server of yours."
+        )
     )
     weight: float = Field(
         default=1.0, description="Weight in the sum of rewards; below 0 for a penalty, 0 to record only."
@@ -62,8 +74,9 @@ class Reward(Section):
         le=1,
         description=(
             "Share of a rank's completions of a step on which the function may fail (an exception, no answer in time);"
-            " more ends the run. A failed score is never replaced by a number of ours. None, returned for a row that"
-            " the function does not apply to, is no failure."
+            " more ends the run, after five pauses with another try each where a service was away. A failed score is"
+            " never replaced by a number of ours. None, returned for a row that the function does not apply to, is no"
+            " failure."
         ),
     )
     fallback: float | None = Field(
@@ -72,8 +85,21 @@ class Reward(Section):
             "Score of a completion that could not be scored. Absent: the completion leaves the statistics and the loss."
         ),
     )
-    timeout: float = Field(default=30.0, gt=0, description="Seconds one call may take.")
-    concurrency: int = Field(default=8, ge=1, description="Calls at a time.")
+    timeout: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds one call may take. Services: with all its tries and the pauses between.",
+    )
+    concurrency: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Calls at a time of a rank, one completion each. Services: 64 when absent, ollama: 4. python, builtin:"
+            " absent, one call with all completions, in this process; given, so many worker processes (of an async"
+            " function: calls), in which a call that outlasts timeout is killed, stuck C code too, and a crash costs"
+            " one row."
+        ),
+    )
     retries: int = Field(default=2, ge=0, description="Further tries after a failed call.")
     function: str = Field(
         default="",
@@ -82,13 +108,24 @@ class Reward(Section):
     pattern: str = Field(default="", description="builtin regex: Python regular expression to find in the completion.")
     target: int = Field(default=0, ge=0, description="builtin length: tokens that score 1.")
     limit: int = Field(default=0, ge=0, description="builtin length: tokens up to which a completion scores 1.")
-    path: str = Field(default="", description="model, embedding: folder or hub name.")
-    url: str = Field(default="", description="Services: where they listen.")
+    path: str = Field(
+        default="",
+        description="model, embedding: folder or hub name. openai, dashscope, ollama: folder of the judge's tokenizer.",
+    )
+    url: str = Field(default="", description="Services: where they listen. http: where items are posted to.")
     model: str = Field(default="", description="Services: the name of the model.")
+    prompt: str = Field(
+        default="", description="openai, dashscope, ollama: what the judge is to look at, in a sentence or more."
+    )
     key_env: str = Field(
         default="",
         description="Services: the environment variable that holds the key. The key itself never stands in a run file.",
     )
+
+    @property
+    def calls_at_a_time(self) -> int:
+        """Of a service."""
+        return self.concurrency or (OLLAMA_CALLS_AT_A_TIME if self.kind == "ollama" else SERVICE_CALLS_AT_A_TIME)
 
 
 class Kl(Section):

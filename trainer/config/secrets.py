@@ -25,6 +25,11 @@ def is_secret(text: str) -> bool:
     return _VALUES.search(text) is not None
 
 
+def redacted(text: str) -> str:
+    """For what others say: a service's error may quote the key that it was given."""
+    return _VALUES.sub("[secret]", text)
+
+
 def take(tree: Any, prefix: Path = ()) -> list[Problem]:
     """Remove every secret from parsed TOML, and say where each one stood. No message repeats one."""
     found = []

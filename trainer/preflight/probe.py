@@ -2,14 +2,20 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trainer.batch import Completion, Prompt
-from trainer.rewards.calls import Scores
+from trainer.config.grpo import SERVICES, Reward
+from trainer.errors import Refused
+from trainer.preflight import paid_probe
+from trainer.rewards.answers import Scores
+from trainer.rewards.calls import RewardFunction
 from trainer.rewards.runtime import RewardRuntime
+from trainer.rollout.rope_guard import Lengths
 
 REFERENCE, SHUFFLED, EMPTY, QUESTION = "reference", "shuffled", "empty", "prompt"
 """What the completions of the probe say: the answer of their row, that of another row, nothing, or their prompt again
@@ -25,6 +31,7 @@ class Probes:
     scores: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """By reward, then by completion; None where it did not score that one."""
     seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -32,7 +39,9 @@ class Probes:
         return {name: {"row": self.row, **scores} for name, scores in self.scores.items()}
 
 
-def probe_rewards(rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> Probes:
+def probe_rewards(
+    rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, lengths: Lengths
+) -> Probes:
     """Calls each reward once. Errors: it breaks its contract, or fails on all. Warnings: it fails on some, or finds the
     right answer no better than a wrong one."""
     prompt = prompts[0]
@@ -51,9 +60,12 @@ def probe_rewards(rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: 
         for place, text in enumerate(said.values())
     ]
     probes = Probes(prompt.index + 1)
-    start = time.perf_counter()
-    for section, reward, scores in rewards.probe(completions):
-        probes.seconds[section.name], start = time.perf_counter() - start, time.perf_counter()
+    try:
+        probes.notes += rewards.prepare(lengths.prompt, lengths.new)
+    except Refused as refusal:
+        probes.errors += refusal.problems
+        return probes
+    for section, reward, scores in _asked(rewards, completions, probes):
         if isinstance(scores, str):
             probes.errors.append(f"{scores} (asked about row {probes.row} before the first rollout)")
             continue
@@ -63,6 +75,26 @@ def probe_rewards(rewards: RewardRuntime, prompts: Sequence[Prompt], tokenizer: 
         if REFERENCE in said and "answer" in reward.signature.accepted:
             _compare(probes, reward.label, probes.scores[section.name])
     return probes
+
+
+def _asked(
+    rewards: RewardRuntime, completions: list[Completion], probes: Probes
+) -> list[tuple[Reward, RewardFunction, Scores | str]]:
+    """Asks all rewards; of services only those that have not been asked the same within the hour."""
+    services = [section for section in rewards.sections if section.kind in SERVICES]
+    with paid_probe.one_at_a_time() if services else nullcontext():
+        kept = {one.name: found for one in services if (found := paid_probe.known(one, completions)) is not None}
+        known = {name: Scores(list(found["values"])) for name, found in kept.items()}
+        asked, start = [], time.perf_counter()
+        for section, reward, scores in rewards.probe(completions, known):
+            asked.append((section, reward, scores))
+            probes.seconds[section.name], start = time.perf_counter() - start, time.perf_counter()
+            if section.name in kept:
+                minutes = (time.time() - kept[section.name]["at"]) / 60
+                probes.notes.append(f"{reward.label} was tried {minutes:.0f} minutes ago, and not again")
+            elif section in services and isinstance(scores, Scores) and not scores.failures:
+                paid_probe.keep(section, completions, scores.values)
+    return asked
 
 
 def _said(prompts: Sequence[Prompt]) -> dict[str, str]:

@@ -131,7 +131,7 @@ def _independent(found: Survey, folder: Path, begins: bool) -> None:
         name = str(found.dtype).removeprefix("torch.")
         found.notes.append(f"device {found.device.type}, {found.ranks} rank(s), {name} ({why})")
     found.warnings += unusable(config.log.report_to)
-    found.rewards = found.ask(lambda: RewardRuntime(config.reward, folder))
+    found.rewards = found.ask(lambda: RewardRuntime(config.reward, folder, hang_timeout=config.watch.hang_timeout))
     found.hooks = found.ask(lambda: load_hooks(config.hooks.before_rollout))
     found.ask(lambda: check_attention(config.model))
     found.ask(lambda: quantised.check_backend(config.quant, found.device))
@@ -220,7 +220,9 @@ def _rewards_on_data(found: Survey) -> None:
     if problems := rewards.check(prompts.train + prompts.eval):
         found.errors += [f"rewards and data do not fit: {problem}" for problem in problems]
         return
-    found.probes = probe_rewards(rewards, prompts.train, tokenizer)
+    assert found.lengths is not None
+    found.probes = probe_rewards(rewards, prompts.train, tokenizer, found.lengths)
+    found.notes += found.probes.notes
     found.errors += found.probes.errors
     found.warnings += found.probes.warnings
     found.warnings += _cut_answers(found.config.rollout.max_new_tokens, prompts, tokenizer)

@@ -23,14 +23,6 @@ ANSWER_COLUMNS = frozenset({"answer", "chosen", "reference", "solution", "ground
 
 
 @dataclass(frozen=True)
-class TrainerState:
-    """The part of transformers' TrainerState that a reward can depend on: how far the training is."""
-
-    global_step: int
-    max_steps: int | None
-
-
-@dataclass(frozen=True)
 class Signature:
     """The parameters of a reward function, as far as keywords reach them."""
 

@@ -1,25 +1,30 @@
 """One reward function over the completions of a step: called, timed, retried, and its answer read."""
 
 import asyncio
-import concurrent.futures
 import inspect
 import math
-import numbers
-import threading
+import socket
+import ssl
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from trainer.batch import Completion
-from trainer.errors import RunEnd, Stopped
-from trainer.rewards.arguments import Signature, TrainerState, arguments
-from trainer.rewards.functions import describe
+from trainer.errors import RunEnd
+from trainer.rewards.answers import Failed as Failed  # where those who write rewards look for it
+from trainer.rewards.answers import Scores, read
+from trainer.rewards.arguments import Signature, arguments
+from trainer.rewards.event_loop import EventLoop
+from trainer.rewards.functions import TrainerState, describe
+from trainer.rewards.ledger import Ledger
 from trainer.rewards.limit import Overdue, call_within
 
-EventLoop = asyncio.AbstractEventLoop
+BETWEEN_TRIES_S = 30.0
+"""What a call may wait before each try: for a service to be less busy, for a process to start."""
+MAY_HEAL = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
+"""What libraries raise, or raise their own errors from, where a network or a service is away."""
 
 
 @dataclass(frozen=True)
@@ -34,94 +39,170 @@ class RewardFunction:
     timeout: float
     """Seconds that one call may take."""
     retries: int
+    concurrency: int | None = None
+    """It is async, and asked for one completion at a time, in so many calls at once; None: for all in one call."""
+    keeps_time: bool = False
+    """It holds ``timeout`` and ``retries`` itself, and answers Failed."""
+    paid: str = ""
+    """Of what costs money: the settings that its scores depend on."""
 
     @property
     def is_async(self) -> bool:
-        # An instance with `async def __call__` counts, as in TRL.
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__)
+        return is_async(self.function)
+
+    def longest(self, n: int) -> float:
+        """Seconds after which n completions that are asked for one by one are given up."""
+        assert self.concurrency is not None
+        return math.ceil(n / self.concurrency) * (1 + self.retries) * (self.timeout + BETWEEN_TRIES_S)
 
 
 @dataclass(frozen=True)
-class Failed:
-    """In place of a row's number: it should have had one, and why it has none. (None: the reward does not apply.)"""
+class Occasion:
+    """What all calls of a step share."""
 
-    why: str
+    state: TrainerState
+    loop: EventLoop | None = None
+    """None where no reward is async."""
+    ledger: Ledger | None = None
+    until: float = math.inf
+    """The moment (time.monotonic) at which the step stops waiting for its rewards."""
 
-
-@dataclass
-class Scores:
-    """What one reward says of n completions."""
-
-    values: list[float | None]
-    """(n,) None where it did not score the row, on purpose or because it failed there."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """Position -> why the function gave no answer for it."""
-    metrics: list[tuple[str, float]] = field(default_factory=list)
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    """(n,) each, as logged with log_extra."""
-    notes: list[str] = field(default_factory=list)
+    def at_most(self, seconds: float) -> float:
+        """``seconds``, or what is left of the step's time."""
+        return max(min(seconds, self.until - time.monotonic()), 1e-3)  # a timer of 0 s never rings
 
 
-def start_event_loop() -> EventLoop:
-    """One loop for the whole run, in a daemon thread: clients that a module opens stay bound to a loop that lives."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
-    return loop
+def is_async(function: Callable[..., Any]) -> bool:
+    # An instance with `async def __call__` counts, as in TRL.
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def score_rows(
-    reward: RewardFunction, completions: Sequence[Completion], state: TrainerState, loop: EventLoop | None
-) -> Scores:
+def score_rows(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion) -> Scores:
     """Call with all rows; after ``retries`` further failures row by row, so that only the rows that raise go unscored.
 
     A call that takes too long is not repeated. Stopped when the answer is not one number or None per completion.
     """
+    if reward.concurrency is not None:
+        return _score_at_once(reward, completions, occasion)
     error = ""
     for _ in range(1 + reward.retries):
         try:
-            return _call(reward, completions, state, loop)
+            return _call(reward, completions, occasion)
         except Overdue:
-            return _all_failed(completions, f"no answer within {reward.timeout:g} s")
-        except RunEnd:
+            scores = Scores(values=[None] * len(completions))
+            for i in range(len(completions)):
+                scores.fail(i, f"no answer within {reward.timeout:g} s", may_heal=reward.is_async)
+            return scores
+        except (RunEnd, CancelledError):
             raise
         except (Exception, SystemExit) as raised:
             error = describe(raised)
-    return _score_each(reward, completions, state, loop, error)
+    return _score_each(reward, completions, occasion, error)
 
 
-def _score_each(
-    reward: RewardFunction, completions: Sequence[Completion], state: TrainerState, loop: EventLoop | None, error: str
-) -> Scores:
+def _score_each(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion, error: str) -> Scores:
     scores = Scores(values=[None] * len(completions))
     for i, completion in enumerate(completions):
         try:
-            one = _call(reward, [completion], state, loop)
+            scores.put([i], _call(reward, [completion], occasion))
         except Overdue:
             # Stuck once is stuck for the others too; waiting for each would take a limit per row.
-            late = f"no answer within {reward.timeout:g} s, called row by row"
-            scores.failures |= dict.fromkeys(range(i, len(completions)), late)
+            for late in range(i, len(completions)):
+                why = f"no answer within {reward.timeout:g} s, called row by row"
+                scores.fail(late, why, may_heal=reward.is_async)
             break
-        except RunEnd:
+        except (RunEnd, CancelledError):
             raise
         except (Exception, SystemExit) as raised:
-            scores.failures[i] = describe(raised)
-            continue
-        scores.values[i] = one.values[0]
-        if one.failures:
-            scores.failures[i] = one.failures[0]
-        scores.metrics += one.metrics
-        scores.notes += one.notes
-        for column, values in one.columns.items():
-            scores.columns.setdefault(column, [None] * len(completions))[i] = values[0]
+            scores.fail(i, describe(raised), may_heal=may_heal(raised))
     if not scores.failures:
         scores.notes.append(f"{reward.label} failed with {error}, but scored every row when called row by row")
     return scores
 
 
-def _call(
-    reward: RewardFunction, completions: Sequence[Completion], state: TrainerState, loop: EventLoop | None
-) -> Scores:
-    scores = Scores(values=[])  # of this call alone: a failed call leaves no metrics behind
+def _call(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion) -> Scores:
+    scores, keywords = _prepared(reward, completions, occasion)
+    seconds = occasion.at_most(reward.timeout)
+    if reward.is_async:
+        assert occasion.loop is not None
+        returned = occasion.loop.run(_awaited(reward.function, keywords), seconds)
+    else:
+        returned = call_within(seconds, lambda: reward.function(**keywords))
+    return read(returned, scores, completions, reward.label)
+
+
+def _score_at_once(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion) -> Scores:
+    """Each completion in a call of its own, ``concurrency`` of them at a time; what was paid for is not asked again."""
+    ledger = occasion.ledger if reward.paid else None
+    answered: dict[int, Scores] = {}
+    if ledger is not None:
+        step = occasion.state.global_step
+        keys = [ledger.key(reward.name, reward.paid, step, completion) for completion in completions]
+        answered = {i: known for i, key in enumerate(keys) if (known := ledger.known(key)) is not None}
+    asked = [i for i in range(len(completions)) if i not in answered]
+    seconds = occasion.at_most(reward.longest(len(asked)))
+
+    async def ask(i: int, turn: asyncio.Semaphore) -> None:
+        async with turn:
+            found = await _ask(reward, completions[i], occasion)
+        answered[i] = found
+        if ledger is not None and not found.failures:
+            ledger.keep(keys[i], occasion.state.global_step, found)
+
+    async def ask_all() -> None:
+        turn = asyncio.Semaphore(reward.concurrency or 1)
+        tasks = [asyncio.ensure_future(ask(i, turn)) for i in asked]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    late = ""
+    try:
+        if asked:
+            assert occasion.loop is not None
+            occasion.loop.run(ask_all(), seconds)
+    except Overdue:
+        late = f"not answered when the {seconds:.3g} s for {len(asked)} completions were over"
+    finally:
+        if ledger is not None:
+            ledger.flush()
+    scores = Scores(values=[None] * len(completions))
+    came = dict(answered)  # a call that is being cancelled may still answer
+    for i in range(len(completions)):
+        if i in came:
+            scores.put([i], came[i])
+        else:
+            scores.fail(i, late, may_heal=True)
+    return scores
+
+
+async def _ask(reward: RewardFunction, completion: Completion, occasion: Occasion) -> Scores:
+    why, heals = "", False
+    for _ in range(1 if reward.keeps_time else 1 + reward.retries):
+        scores, keywords = _prepared(reward, [completion], occasion)
+        try:
+            async with asyncio.timeout(None if reward.keeps_time else reward.timeout) as limit:
+                returned = await _awaited(reward.function, keywords)
+            return read(returned, scores, [completion], reward.label)
+        except RunEnd:
+            raise
+        except Exception as raised:
+            if limit.expired():
+                why, heals = f"no answer within {reward.timeout:g} s", True
+                break
+            why, heals = describe(raised), may_heal(raised)
+    failed = Scores(values=[None])
+    failed.fail(0, why, may_heal=heals)
+    return failed
+
+
+def _prepared(
+    reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion
+) -> tuple[Scores, dict[str, Any]]:
+    """The keywords of one call, and where it logs: a failed call leaves no metrics behind."""
+    scores = Scores(values=[])
 
     def log_metric(name: str, value: float) -> None:
         scores.metrics.append((name, value))
@@ -129,82 +210,23 @@ def _call(
     def log_extra(column: str, values: Sequence[Any]) -> None:
         scores.columns[column] = list(values)
 
-    keywords = arguments(reward.signature, completions, log_metric=log_metric, log_extra=log_extra, trainer_state=state)
-    if loop is not None and reward.is_async:
-        returned = _await_within(reward.timeout, reward.function, keywords, loop)
-    else:
-        returned = call_within(reward.timeout, lambda: reward.function(**keywords))
-    scores.values = read_returned(returned, completions, reward.label)
-    scores.failures = {i: value.why for i, value in enumerate(returned) if isinstance(value, Failed)}
-    _check_logged(scores, reward.label)
-    return scores
+    handed = {"log_metric": log_metric, "log_extra": log_extra, "trainer_state": occasion.state}
+    return scores, arguments(reward.signature, completions, **handed)
 
 
-def _await_within(seconds: float, function: Callable[..., Any], keywords: dict[str, Any], loop: EventLoop) -> Any:
-    future = asyncio.run_coroutine_threadsafe(function(**keywords), loop)
-    # Not `future.result(seconds)`: its TimeoutError looks like one that the function raised.
-    if not concurrent.futures.wait([future], timeout=seconds).done:
-        future.cancel()
-        raise Overdue
-    return future.result()
+async def _awaited(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+    try:
+        return await function(**keywords)
+    except SystemExit as error:  # it would end the event loop, and with it every later call
+        raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
 
 
-def _all_failed(completions: Sequence[Completion], why: str) -> Scores:
-    return Scores(values=[None] * len(completions), failures=dict.fromkeys(range(len(completions)), why))
-
-
-def read_returned(returned: Any, completions: Sequence[Completion], label: str) -> list[float | None]:
-    """The numbers that a reward function returned, (n,). Stopped unless they are exactly one per completion.
-
-    Lists, tuples, arrays and tensors (detached) are read; True and False count as 1 and 0, as TRL's users return them.
-    """
-    n = len(completions)
-    expected = f"expected a list of {n} numbers, one per completion, or None where it does not score one"
-    if isinstance(returned, Tensor | np.ndarray):
-        if returned.ndim != 1:
-            kind = type(returned).__name__
-            raise Stopped(f"{label} returned a {kind} of shape {tuple(returned.shape)}; {expected}")
-        returned = returned.tolist()
-    if not isinstance(returned, list | tuple):
-        what = "None" if returned is None else f"a {type(returned).__name__}"
-        raise Stopped(f"{label} returned {what}; {expected}")
-    if len(returned) != n:
-        raise Stopped(f"{label} returned {len(returned)} value{'s' * (len(returned) != 1)}; {expected}")
-    return [_number(value, completion, label) for value, completion in zip(returned, completions, strict=True)]
-
-
-def _number(value: Any, completion: Completion, label: str) -> float | None:
-    if value is None or isinstance(value, Failed):
-        return None
-    where = f"{label} returned {value!r:.80} for {row_name(completion)}"
-    if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        raise Stopped(f"{where}; expected a number, or None where it does not score the row")
-    if math.isnan(value):
-        raise Stopped(f"{where}; return None where the row cannot be scored, NaN hides a fault of the function")
-    if math.isinf(value):
-        raise Stopped(f"{where}; expected a finite number: an infinite one makes every advantage of its group NaN")
-    return float(value)
-
-
-def _check_logged(scores: Scores, label: str) -> None:
-    for column, values in scores.columns.items():
-        if len(values) != len(scores.values):
-            raise Stopped(
-                f"{label} logged {len(values)} values in column {column!r} with log_extra; "
-                f"expected {len(scores.values)}, one per completion"
-            )
-    numbers_only: list[tuple[str, float]] = []
-    for name, value in scores.metrics:
-        if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-            value = value.item()
-        if isinstance(value, numbers.Real) and math.isfinite(value):
-            numbers_only.append((name, float(value)))
-        else:
-            scores.notes.append(f"{label}: log_metric({name!r}, {value!r:.80}) left out, not a finite number")
-    scores.metrics = numbers_only
-
-
-def row_name(completion: Completion) -> str:
-    return f"row {completion.prompt.index + 1} generation {completion.generation + 1}"
+def may_heal(error: BaseException | None) -> bool:
+    """Whether a network or a service was away: the error, or one that it was raised from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, MAY_HEAL):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,14 @@ from trainer.errors import Refused, RunEnd
 
 FORMS = '"module:callable", or "file.py:callable" with the file beside the run file'
 _serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The part of transformers' TrainerState that a reward can depend on: how far the training is."""
+
+    global_step: int
+    max_steps: int | None
 
 
 def resolve(reference: str, folder: Path, loaded: dict[Path, ModuleType]) -> Callable[..., Any]:

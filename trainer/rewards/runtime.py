@@ -1,20 +1,37 @@
 """The rewards of a run: resolved and checked before the first rollout, then asked once a step."""
 
+import functools
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from trainer.batch import Completion, Prompt
-from trainer.config.grpo import Reward
+from trainer.config.grpo import SERVICES, Reward
 from trainer.errors import Refused, Stopped
 from trainer.rewards import builtin
-from trainer.rewards.arguments import Signature, TrainerState, mismatches
-from trainer.rewards.calls import RewardFunction, Scores, row_name, score_rows, start_event_loop
-from trainer.rewards.functions import copy_files, resolve
+from trainer.rewards.answers import Scores, row_name
+from trainer.rewards.arguments import Signature, mismatches
+from trainer.rewards.asking import ask_until_scored
+from trainer.rewards.calls import Occasion, RewardFunction, is_async, score_rows
+from trainer.rewards.event_loop import EventLoop
+from trainer.rewards.functions import TrainerState, copy_files, resolve
+from trainer.rewards.ledger import Ledger
+from trainer.rewards.processes import InProcesses
+from trainer.rewards.services.resolve import service
+from trainer.rewards.services.service import Service
+
+SHARE_OF_HANG_TIMEOUT = 0.4
+"""A step stops waiting for its rewards when so much of watch.hang_timeout is over, which the other ranks wait in their
+next collective. Less than half, since an evaluation scores twice between two of them."""
+MOST_REASONS = 5
+"""Told of a step."""
+NOT_OF_A_SCORE = {"weight", "max_unscored", "fallback", "timeout", "concurrency", "retries"}
+"""Keys of a [[reward]] that change no score."""
 
 
 @dataclass
@@ -35,8 +52,12 @@ class RewardRuntime:
     Refused names everything wrong with them at once. ``run_file_dir`` is where "file.py:callable" is looked for.
     """
 
-    def __init__(self, rewards: Sequence[Reward], run_file_dir: Path) -> None:
+    def __init__(self, rewards: Sequence[Reward], run_file_dir: Path, *, hang_timeout: float = math.inf) -> None:
         self.sections = tuple(rewards)
+        self.patience = max([hang_timeout * SHARE_OF_HANG_TIMEOUT, *(section.timeout for section in self.sections)])
+        """Seconds that the rewards of a step may take, pauses included."""
+        self.ledger: Ledger | None = None
+        """Of a run that leaves records."""
         self.max_steps: int | None = None
         """What functions read as trainer_state.max_steps; known once the data are."""
         self.folder = run_file_dir.resolve()
@@ -47,10 +68,11 @@ class RewardRuntime:
             try:
                 self._functions.append(self._resolve(section))
             except Refused as refusal:
-                problems.append(f"reward {section.name!r}, function = {section.function!r}: {refusal}")
+                named = f"function = {section.function!r}" if section.function else f'kind = "{section.kind}"'
+                problems.append(f"reward {section.name!r}, {named}: {refusal}")
         if problems:
             raise Refused("\n".join(problems))
-        self._loop = start_event_loop() if any(reward.is_async for reward in self._functions) else None
+        self._loop = EventLoop() if any(reward.is_async for reward in self._functions) else None
 
     def check(self, prompts: Sequence[Prompt]) -> list[str]:
         """What in the data keeps a reward from scoring them, in words; empty when nothing does."""
@@ -59,21 +81,24 @@ class RewardRuntime:
             strict = section.kind == "builtin"
             found = mismatches(reward.signature, prompts, strict=strict)
             if strict and not found:
-                found = builtin.unusable_rows(reward.function, reward.signature, prompts)
+                found = builtin.unusable_rows(builtin.bind(section), reward.signature, prompts)
             problems += [f"{reward.label} {problem}" for problem in found]
         return problems
 
     def score(self, completions: list[Completion], step: int) -> RewardResult:
         """Fill ``rewards`` and ``reward`` of each completion. ``step``: rollout steps done before this one.
 
-        Stopped when a function breaks its contract, or fails on a larger share of the rows than its ``max_unscored``.
+        Stopped when a function breaks its contract, or fails on a larger share of the rows than its ``max_unscored``:
+        at once where that would stay so, otherwise after pauses with a further try each.
         """
         result = RewardResult()
         for completion in completions:
             completion.rewards, completion.reward = {}, None
         if not completions:  # a rank may have no share of a small step
             return result
-        every = self._ask_all(completions, TrainerState(global_step=step, max_steps=self.max_steps))
+        state = TrainerState(global_step=step, max_steps=self.max_steps)
+        occasion = Occasion(state, self._loop, self.ledger, time.monotonic() + self.patience)
+        every = ask_until_scored(self.sections, self._functions, completions, occasion, result.messages)
         failed: list[set[str]] = [set() for _ in completions]
         for section, reward, scores in zip(self.sections, self._functions, every, strict=True):
             _judge_failures(section, reward, scores, completions, step, result)
@@ -88,17 +113,32 @@ class RewardRuntime:
             result.messages.append(_none_scored(self.sections, completions, step))
         return result
 
-    def probe(self, completions: list[Completion]) -> list[tuple[Reward, RewardFunction, Scores | str]]:
+    def prepare(self, prompt_tokens: int, new_tokens: int) -> list[str]:
+        """Tells services how long the longest prompt and a completion are. Refused where a window is smaller."""
+        notes: list[str] = []
+        problems: list[str] = []
+        for reward in self._functions:
+            if isinstance(asked := reward.function, Service) and self._loop is not None:
+                try:
+                    waits = 2 * reward.timeout + 10  # it ends by itself after one
+                    notes += self._loop.run(asked.backend.prepare(prompt_tokens, new_tokens), waits)
+                except Refused as refusal:
+                    problems += refusal.problems
+        if problems:
+            raise Refused(*problems)
+        return notes
+
+    def probe(
+        self, completions: list[Completion], known: Mapping[str, Scores]
+    ) -> Iterator[tuple[Reward, RewardFunction, Scores | str]]:
         """What each reward says of a few completions before the first step, or how it breaks its contract. Nothing is
-        kept, and no share of failures ends anything."""
-        state = TrainerState(global_step=0, max_steps=self.max_steps)
-        found: list[tuple[Reward, RewardFunction, Scores | str]] = []
+        kept, and no share of failures ends anything. ``known``, by name, are not asked."""
+        occasion = Occasion(TrainerState(global_step=0, max_steps=self.max_steps), self._loop)
         for section, reward in zip(self.sections, self._functions, strict=True):
             try:
-                found.append((section, reward, score_rows(reward, completions, state, self._loop)))
+                yield section, reward, known.get(section.name) or score_rows(reward, completions, occasion)
             except Stopped as broken:
-                found.append((section, reward, str(broken)))
-        return found
+                yield section, reward, str(broken)
 
     def copy_into(self, run_dir: Path) -> None:
         """Keep the user's reward files with the run, in RUN_DIR/rewards."""
@@ -112,33 +152,50 @@ class RewardRuntime:
         }
         return {name: hashlib.sha256(file.read_bytes()).hexdigest() for file, name in names.items()}
 
+    def forget_paid_before(self, step: int) -> None:
+        """A checkpoint holds the first ``step`` steps: their scores need not be kept any more."""
+        if self.ledger is not None:
+            self.ledger.forget_before(step)
+
+    @staticmethod
+    def settings_of(section: Reward) -> str:
+        """The keys that the scores of a service depend on."""
+        return section.model_dump_json(exclude=NOT_OF_A_SCORE)
+
     def _resolve(self, section: Reward) -> RewardFunction:
+        concurrency, paid = None, ""
         if section.kind == "python":
             function = resolve(section.function, self.folder, self._files)
+            concurrency = section.concurrency
         elif section.kind == "builtin":
             function = builtin.bind(section)
+            concurrency = section.concurrency
+        elif section.kind in SERVICES:
+            function = service(section)
         else:
             raise Refused(f'kind = "{section.kind}" is not available in this version; use "python" or "builtin"')
+        if section.kind in SERVICES:
+            concurrency, paid = section.calls_at_a_time, self.settings_of(section)
         try:
             signature = Signature.of(function)
         except (TypeError, ValueError):
             raise Refused("Python cannot tell its parameters; wrap it in a function of yours") from None
-        label = f"reward {section.name!r} ({section.function})"
-        return RewardFunction(section.name, label, function, signature, section.timeout, section.retries)
-
-    def _ask_all(self, completions: list[Completion], state: TrainerState) -> list[Scores]:
-        """Plain functions one after another in the main thread, then all async ones at the same time."""
-
-        def ask(i: int) -> Scores:
-            return score_rows(self._functions[i], completions, state, self._loop)
-
-        is_async = [reward.is_async for reward in self._functions]
-        scores = {i: ask(i) for i, waits in enumerate(is_async) if not waits}
-        waiting = [i for i, waits in enumerate(is_async) if waits]
-        if waiting:
-            with ThreadPoolExecutor(len(waiting)) as pool:
-                scores |= dict(zip(waiting, pool.map(ask, waiting), strict=True))
-        return [scores[i] for i in range(len(is_async))]
+        if concurrency is not None and not is_async(function):
+            load = functools.partial(resolve, section.function, self.folder, {})
+            if section.kind == "builtin":
+                load = functools.partial(builtin.bind, section)
+            function = InProcesses(load, section.timeout, section.retries)
+        return RewardFunction(
+            name=section.name,
+            label=f"reward {section.name!r} ({section.function or section.kind})",
+            function=function,
+            signature=signature,
+            timeout=section.timeout,
+            retries=section.retries,
+            concurrency=concurrency,
+            keeps_time=bool(paid) or isinstance(function, InProcesses),
+            paid=paid,
+        )
 
 
 def total_reward(
@@ -172,6 +229,8 @@ def _judge_failures(
         f"{why}: {_row_names(completions[i] for i, reason in scores.failures.items() if reason == why)}"
         for why in dict.fromkeys(scores.failures.values())
     ]
+    if (others := len(reasons) - MOST_REASONS) > 0:  # a judge has another for every row
+        reasons[MOST_REASONS:] = [f"and {others} other reasons"]
     if failed > section.max_unscored * n:
         raise Stopped(
             f"{reward.label} failed on {failed} of {n} completions in step {step + 1}, "

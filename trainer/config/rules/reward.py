@@ -12,15 +12,16 @@ from trainer.config.schema import RunConfig
 CALLABLE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # kind -> keys it needs, and keys it may have; all others of this list say nothing to it.
-OWN_KEYS = ("function", "pattern", "target", "limit", "path", "url", "model", "key_env")
+OWN_KEYS = ("function", "pattern", "target", "limit", "path", "url", "model", "prompt", "key_env")
 NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "python": ("function", ()),
     "builtin": ("function", ("pattern", "target", "limit")),  # which of them, the built-in itself says
     "model": ("path", ()),
     "embedding": ("path", ()),
-    "openai": ("model", ("url", "key_env")),
-    "dashscope": ("model", ("url", "key_env")),
-    "ollama": ("model", ("url",)),
+    "openai": ("model", ("url", "key_env", "path", "prompt")),
+    "dashscope": ("model", ("url", "key_env", "path", "prompt")),
+    "dashcope": ("model", ("url", "key_env", "path", "prompt")),
+    "ollama": ("model", ("url", "path", "prompt")),
     "http": ("url", ("model", "key_env")),
 }
 FOR_EXAMPLE = {"python": '"rewards.py:my_reward"', "builtin": '"exact_match"'}
@@ -100,6 +101,16 @@ def key_variable(config: RunConfig) -> Iterator[Problem]:
             )
 
 
+def concurrency_has_calls(config: RunConfig) -> Iterator[Problem]:
+    for index, entry in enumerate(config.reward):
+        if entry.kind in ("model", "embedding") and given(entry, "concurrency"):
+            yield Problem(
+                _at(index, "concurrency", "kind"),
+                f'reward.{entry.name}.concurrency = {entry.concurrency} has no effect with kind = "{entry.kind}", which'
+                " scores in batches of its own. Remove it.",
+            )
+
+
 def hang_outlasts_calls(config: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(config.reward):
         if entry.timeout >= config.watch.hang_timeout:
@@ -110,4 +121,12 @@ def hang_outlasts_calls(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-RULES = (some_reward, names_differ, kind_has_its_keys, function_name, key_variable, hang_outlasts_calls)
+RULES = (
+    some_reward,
+    names_differ,
+    kind_has_its_keys,
+    function_name,
+    key_variable,
+    concurrency_has_calls,
+    hang_outlasts_calls,
+)

@@ -1,0 +1,70 @@
+"""What services said when they were tried before the first rollout, kept for an hour: each of these calls may cost
+money, and `preflight`, `train` and every rank of it would make them."""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypedDict
+
+from trainer.batch import Completion
+from trainer.config.grpo import Reward
+
+KEPT_S = 3600.0
+"""Short, since a key may be withdrawn or a server stopped meanwhile."""
+
+
+class Kept(TypedDict):
+    """The scores of one probe, which had no failures."""
+
+    values: list[float | None]
+    at: float
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """The ranks of one host ask one after another, so that the first one pays. Without a cache they all do."""
+    try:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (folder / "lock").open("w")
+    except OSError:
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def known(section: Reward, completions: Sequence[Completion]) -> Kept | None:
+    try:
+        kept: Kept = json.loads(_file(section, completions).read_text("utf-8"))
+        return kept if 0 <= time.time() - kept["at"] < KEPT_S else None
+    except (OSError, ValueError, KeyError, TypeError):  # never kept, or damaged
+        return None
+
+
+def keep(section: Reward, completions: Sequence[Completion], values: list[float | None]) -> None:
+    """Numbers alone, no text of the data and no key."""
+    file = _file(section, completions)
+    try:
+        beside = file.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(Kept(values=values, at=time.time())), "utf-8")
+        os.replace(beside, file)
+    except OSError:  # then the next one pays again
+        return
+
+
+def _file(section: Reward, completions: Sequence[Completion]) -> Path:
+    asked = [(one.prompt.text, one.prompt.columns, one.text) for one in completions]
+    record = json.dumps([section.model_dump(), asked], sort_keys=True, default=str)
+    return _folder() / f"{hashlib.sha256(record.encode(errors='backslashreplace')).hexdigest()}.json"
+
+
+def _folder() -> Path:
+    """In the user's cache: beside the run file it would be one more file to wonder about."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero-grpo" / "probes"
