@@ -151,6 +151,20 @@ def test_what_a_replay_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert sum(tape.replays for tape in tapes.made) == len(seen)
 
 
+def test_prompts_that_lie_elsewhere_are_another_shape() -> None:
+    """A group may enter and leave between two tokens; what was recorded before it reads buffers that are gone."""
+    cache, noise = PrefixCache(8, 64, 4, 3, CPU), torch.zeros(1, 2, 3, 8)
+    cache.enter([0], [3], 2)
+    cache.store_prompts(0, noise, noise)
+    cache.append_rows()
+    before, kept = cache.shape, cache._prompts[0][0]
+    cache.enter([1], [3], 2)
+    cache.store_prompts(0, noise, noise)
+    cache.drop([2, 3])
+    assert cache._prompts[0][0] is not kept
+    assert cache.groups == [0] and cache.shape != before
+
+
 def test_the_host_reads_nothing_and_brings_nothing() -> None:
     """A tape sees operators; a fake tensor has no numbers that a `tolist` could read."""
     decoder = SharedDecoder(sharing(tiny_qwen2().eval()), TOKENIZER, Rollout(max_new_tokens=12), ENDS, seed=3)

@@ -174,7 +174,8 @@ def _flex_apart(causal: PreTrainedModel) -> float:
         found = []
         for masks in (_masks(groups, causal.dtype, causal.device), flex_groups.block_mask(groups, causal.device)):
             inputs = [part.transpose(1, 2).detach().requires_grad_() for part in noise[:3]]
-            states, _ = attention(causal, *inputs, None, groups=groups, masks=masks)
+            query, key, value = inputs
+            states, _ = attention(causal, query, key, value, None, groups=groups, masks=masks)
             found.append([states.detach(), *torch.autograd.grad(states, inputs, noise[3])])
         apart = max(apart, *map(_apart, *found))
     return apart
