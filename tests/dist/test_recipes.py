@@ -1,4 +1,4 @@
-"""The recipes for 24 GB cards, trained on a CPU: each run file as it is, but for model, rows, lengths, steps, device."""
+"""The recipes for 24 GB cards, trained on a CPU: each run file but for model, rows, lengths, steps and device."""
 
 import contextlib
 import json

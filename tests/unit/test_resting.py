@@ -1,4 +1,4 @@
-"""Optimizer and sums of gradients are on the host while a rollout runs: where the plan says so, and with no bit moved."""
+"""Optimizer and gradients are on the host while a rollout runs: where the plan says so, and with no bit moved."""
 
 import json
 from collections.abc import Callable
