@@ -69,8 +69,9 @@ def ran_out(error: BaseException, asked: str, config: RunConfig, world: World, s
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    whole = state is not None and state.engine.stage != 3 and phase != PHASES[take_step.__code__]
-    whole = whole and state.engine.away is None  # what is away may not have come back
+    # What is away may not have come back.
+    stays = state is not None and state.engine.stage != 3 and state.engine.away is None
+    whole = stays and phase != PHASES[take_step.__code__]
     return OutOfMemory("\n".join(lines), rank=world.rank, begun=state is not None, whole=whole)
 
 

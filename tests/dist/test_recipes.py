@@ -1,4 +1,4 @@
-"""The recipes for 24 GB cards, trained on a CPU: each run file as it is, but for model, rows, lengths, steps, device."""
+"""The recipes for 24 GB cards, trained on a CPU: each run file but for model, rows, lengths, steps and device."""
 
 import contextlib
 import json
@@ -83,7 +83,7 @@ def command(folder: Path, hosts: Hosts | None, *words: str) -> str:
         else subprocess.Popen(line, cwd=folder, text=True, **settings)
     )
     try:
-        said, _ = process.communicate(timeout=240)
+        said, _ = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 0, said
@@ -143,7 +143,7 @@ def twin(name: str, folder: Path) -> dict[str, Any]:
         "kl": [one["kl"] for one in steps],
         "grad_norm": [one["grad_norm"] for one in steps],
         "largest_change_of_a_trained_weight": moved(folder),
-        "exported": next(line.strip() for line in reversed(said.splitlines()) if line.strip()),
+        "exported": [line.strip() for line in said.splitlines() if "logits" in line],
     }
 
 

@@ -65,9 +65,7 @@ def test_the_table_of_recipes_is_what_plan_says(
 ) -> None:
     """launch/README.md, row by row. The model is its config.json and nothing else."""
     sizes = CONFIGS["1.5B" if "1.5b" in name else "7B"]
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen2", "max_position_embeddings": 32768} | sizes)
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 32768} | sizes))
     words = ["--model.name_or_path", str(tmp_path), "--gpu", "a10", "--gpus", str(cards), "--json"]
     assert main(["plan", recipe(name), *words]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Optimizer and sums of gradients are on the host while a rollout runs: where the plan says so, and with no bit moved."""
+"""Optimizer and gradients are on the host while a rollout runs: where the plan says so, and with no bit moved."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import trainer.preflight.prepare
 from tests.tiny import TINY, tiny_qwen2
-from tests.tiny_run import distance, start, step, weights, write_run
+from tests.tiny_run import distance, run_config, start, step, weights, write_run
 from tests.unit.test_plan import run
 from trainer.errors import Interrupted
 from trainer.models.resting import ROLE, Resting
@@ -25,7 +25,7 @@ from trainer.plan.parts import plan
 from trainer.plan.price import price
 from trainer.plan.settings import Settings, zero_of
 from trainer.plan.shape import shape_of
-from trainer.preflight.memory import settings_of
+from trainer.preflight.memory import chosen, settings_of
 from trainer.rollout.decoder import Decoder
 from trainer.rollout.rope_guard import Lengths
 from trainer.state import State
@@ -148,15 +148,23 @@ def test_it_rests_where_rollouts_alone_do_not_fit() -> None:
     assert told.startswith("optimizer to the host and back +") and more == pytest.approx(24 * found.trained / 2 / 25e9)
 
 
-@pytest.mark.parametrize(
-    ("settings", "room"),
-    [
-        (sharded(), 100 * GIB),  # it fits
-        (sharded(), 60 * GIB),  # training does not fit either
-        (replace(sharded(), zero=zero_of({"stage": 3, "offload_optimizer": {"device": "cpu"}})), 16 * GIB),
-        (replace(sharded(), cuda=False), 60 * GIB),  # one memory
-    ],
-)
-def test_and_nowhere_else(settings: Settings, room: float) -> None:
-    found = choose(settings, room, budget=True, checkpointing=True)
+@pytest.mark.parametrize("room", [100 * GIB, 60 * GIB], ids=["all fits", "nor does training"])
+def test_and_nowhere_else(room: float) -> None:
+    found = choose(sharded(), room, budget=True, checkpointing=True)
     assert found is None or not found.rests
+
+
+def test_where_more_does_not_fit_the_plan_shows_what_would_rest() -> None:
+    """And says of the rollout only what resting cannot cure."""
+    config = run_config(Path(), {"lora.r": 0})
+    for room, rests in ((60 * GIB, True), (20 * GIB, False)):
+        found, fits = chosen(config, sharded(), room)
+        assert not fits and found.rests == rests
+
+
+def test_what_has_nothing_to_rest() -> None:
+    """An optimizer on the host already; a CPU, where all is one memory; stage 0, whose master weights are the model."""
+    offloaded = zero_of({"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    assert sharded().may_rest
+    for changes in ({"zero": offloaded}, {"cuda": False}, {"zero": zero_of({"stage": 0})}):
+        assert not replace(sharded(), **changes).may_rest

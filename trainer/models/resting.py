@@ -1,8 +1,8 @@
 """What only an update reads, the master weights and moments and sums of gradients, on the host while a rollout runs.
 
 By storages, which are emptied and filled again in place: whoever holds a view of one, as DeepSpeed does, need not know.
-DeepSpeed 0.19's own ``offload_states`` moves tensors: in stage 3 it takes its compiled FusedAdam alone, and what it makes
-of stage 1 in bf16 has none.
+DeepSpeed 0.19's own ``offload_states`` moves tensors: in stage 3 it takes its compiled FusedAdam alone, and what it
+makes of stage 1 in bf16 has none.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What "auto" becomes: gradient checkpointing and the token budget of a pass; and where the optimizer is in rollouts."""
+"""What "auto" becomes: gradient checkpointing, the token budget of a pass; and where the optimizer is in rollouts."""
 
 from collections.abc import Iterator
 from dataclasses import replace

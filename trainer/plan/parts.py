@@ -70,12 +70,16 @@ def rollout(settings: Settings) -> Parts:
         adapter = settings.trained if settings.rank else 0
         whole += settings.itemsize * (shape.matrix + adapter + (0 if settings.bits else shape.block_weights))
     at_rest = {"optimizer": 0.0, "gradients": 0.0} if settings.rests else {}
-    return resident(settings) | at_rest | {
-        "weights": state.weights(settings) + whole,
-        "KV cache": cache(settings),
-        "activations": activations.without_backward(settings, tokens),
-        "head chunks": float(SAMPLER_COPIES * rows * shape.vocab),
-    }
+    return (
+        resident(settings)
+        | at_rest
+        | {
+            "weights": state.weights(settings) + whole,
+            "KV cache": cache(settings),
+            "activations": activations.without_backward(settings, tokens),
+            "head chunks": float(SAMPLER_COPIES * rows * shape.vocab),
+        }
+    )
 
 
 def reward(settings: Settings) -> Parts:

@@ -27,7 +27,7 @@ def text(plan: Plan, card: Card, fits: bool, advice: Sequence[Advice]) -> str:
     if host := state.host(settings):
         lines.append(f"On the host, a rank: {host / GIB:.1f} GiB.")
     if settings.rests:
-        lines.append("Rollouts fit without optimizer and gradients alone, which go to the host for as long.")
+        lines.append("A rollout has no room beside optimizer and gradients: they go to the host for as long.")
     lines += ["", _verdict(plan, card, fits), *(_advice(one) for one in advice)]
     return "\n".join(lines)
 

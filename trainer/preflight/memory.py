@@ -107,8 +107,8 @@ def chosen(config: RunConfig, settings: Settings, room: float) -> tuple[Settings
     smallest = replace(settings, checkpointing=True) if checkpointing else settings
     if budget:
         smallest = replace(smallest, token_budget=smallest.least_budget)
-    rests = smallest.may_rest and plan(smallest).totals["rollout"] > room
-    return replace(smallest, rests=rests), False
+    stays, rests = (plan(replace(smallest, rests=one)).totals["rollout"] for one in (False, True))
+    return replace(smallest, rests=smallest.may_rest and rests <= room < stays), False
 
 
 # At the start of training
