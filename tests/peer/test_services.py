@@ -1,4 +1,4 @@
-"""The services' own clients read what the tests' server says, and ask as we do; and a real model grades over HTTP."""
+"""The services' own clients read what the tests' server says, and ask as we do; and a real model is asked over HTTP."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from tests.service_stub import MODEL, Stub
 from tests.unit.test_services import completions, section
@@ -110,14 +110,17 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.timeout(900)
-def test_smollm2_grades_behind_transformers_serve(tmp_path: Path, results: Any) -> None:
-    """A small model: not every reply of it is a grade, and what is none is no number."""
+def test_smollm2_behind_transformers_serve_is_asked_and_read_strictly(tmp_path: Path, results: Any) -> None:
+    """So small a model answers the question instead of grading, and repeats what it reads: a reply that is no grade
+    becomes no number."""
     source = Path(os.environ["ZERO_GRPO_SMOLLM2"])
     (weights,) = source.glob("*.gguf")
     folder = tmp_path / "judge"
-    AutoModelForCausalLM.from_pretrained(source, gguf_file=weights.name).save_pretrained(folder)
+    dequantised = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=weights.name, quantization_config=dequantised)
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source, gguf_file=weights.name).save_pretrained(folder)
-    texts = ["17 + 25 = 42.", "It is 42.", "I do not know.", "The answer is 12, since 1 + 2 = 3."]
+    texts = ["17 + 25 = 42.", "It is 42.", "I do not know.", "The answer is 12, since 1 + 2 = 3.", '{"score": 7}']
     with serving(folder) as address:
         reward = Reward.model_validate(
             {
@@ -141,5 +144,5 @@ def test_smollm2_grades_behind_transformers_serve(tmp_path: Path, results: Any) 
     scores = [row.reward for row in rows]
     assert all(score is None or score in [n / 10 for n in range(11)] for score in scores)
     assert scores == [row.reward for row in again], "temperature 0"
-    assert all("the judge's reply" in why for why in told), told
-    results("services", {"scores": scores, "failures": told, "notes": notes, "seconds_of_4": round(seconds, 1)})
+    assert all("the judge's reply" in why or "nothing to learn from" in why for why in told), told
+    results("services", {"scores": scores, "failures": told, "notes": notes, "seconds_of_5": round(seconds, 1)})

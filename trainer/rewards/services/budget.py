@@ -71,10 +71,8 @@ def shorten(text: str, limit: int, starts: Starts) -> str:
     keep = limit - len(starts(CUT))
     while keep > 0:
         head, tail = keep - keep // 2, len(at) - keep // 2
-        while 0 < tail < len(at) and at[tail] == at[tail - 1]:  # within a character
-            tail += 1
         shortened = text[: at[head]] + CUT + (text[at[tail] :] if tail < len(at) else "")
-        # Tokens that end at a cut are not always those of the whole text.
+        # More where a cut fell within a character, or where the tokens beside it are others now.
         if (excess := len(starts(shortened)) - limit) <= 0:
             return shortened
         keep -= excess
