@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from trainer.config.watch import LEVELS, Watch
-from trainer.watch.alarms import CLEARED_AFTER, REPEATED_EVERY, Alarm, Alarms, stopped_by
+from trainer.watch.alarms import CLEARED_AFTER, REPEATED_EVERY, Alarm, Alarms, rolled_back_by, stopped_by
 from trainer.watch.causes import CAUSES, FIXED_CAUSES, suspected
 from trainer.watch.rules import RULES
 
@@ -15,6 +15,7 @@ HEALTHY = {
     "garble_rate": 0.0,
     "kl": 0.01,
     "kl_std": 0.02,
+    "kl_outside_response": 0.0,
     "kl_rank_min": 0.009,
     "kl_rank_max": 0.011,
     "entropy": 0.6,
@@ -44,6 +45,7 @@ BREAKS: dict[str, tuple[Row, int]] = {
     "garble_rising": ({"garble_rate": 0.2}, 3),
     "sampling_gap": ({"sampling_logp_gap": 0.2}, 3),
     "kl": ({"kl": 2.1, "kl_std": 3.0}, 3),
+    "kl_outside": ({"kl_outside_response": 1e-9}, 1),
     "kl_ranks": ({"kl": 0.1, "kl_std": 0.2, "kl_rank_min": 0.02, "kl_rank_max": 0.2}, 20),
     "entropy_collapse": ({"entropy": 0.1}, 10),
     "entropy_rise": ({"entropy": 1.8}, 3),
@@ -166,7 +168,7 @@ def test_levels() -> None:
     assert told(quiet, [{}] * 10) == []
     every = [change for change, _ in BREAKS.values()]
     found = {alarm.alarm for i, change in enumerate(every) for alarm in told(quiet, [change] * 60, 60 * i + 11)}
-    assert {"garble"} <= found <= {"garble", "sampling_gap", "kl"}
+    assert {"garble", "kl_outside"} <= found <= {"garble", "kl_outside", "sampling_gap", "kl"}
 
 
 @pytest.mark.parametrize("key", LEVELS)
@@ -246,3 +248,15 @@ def test_an_alarm_says_what_where_why_and_what_to_do() -> None:
         assert part in line, part
     record = json.loads(json.dumps(alarm.record()))
     assert record["step"] == 33 and record["baseline"] == 0.6 and record["fix"] and record["cause_in_words"]
+
+
+def test_a_rollback_answers_what_older_weights_do_not_have() -> None:
+    found = told(Alarms(Watch()), [{"garble_rate": 0.95}])
+    found += told(Alarms(Watch()), [{}] * 10 + [{"kl": 3.0, "sampling_logp_gap": 0.3, "garble_rate": 0.6}] * 4)
+    found += told(Alarms(Watch()), [{}] * 10 + [{"held_memory_gib": 3.0}] * 60)
+    names = ["garbled_from_start", "garble", "kl", "memory", "sampling_gap"]
+    assert sorted({alarm.alarm for alarm in found}) == sorted(names)
+    back = {alarm.alarm for alarm in rolled_back_by(found, Watch(on_alarm="rollback", on_garble="rollback"))}
+    assert back == {"kl", "garble"}
+    assert rolled_back_by(found, Watch(on_garble="stop")) == []
+    assert [alarm.alarm for alarm in rolled_back_by(found, Watch(on_garble="rollback"))] == ["garble"]

@@ -41,10 +41,6 @@ CAUSES: dict[str, Cause] = watch.CAUSES | {
         "dropout is on while tokens are scored: ratio and KL are noise from the first step on",
         "set every dropout to 0 (lora.dropout, attention_dropout of config.json), also in models made by hooks",
     ),
-    "kl_outside_response": Cause(
-        "tokens of the prompt or of padding are scored, so KL and loss count what nobody sampled",
-        "build the mask from the lengths of the completions, never from attention_mask or ids != pad",
-    ),
     "end_not_trained": Cause(
         "the end token of a completion is masked (pad = EOS): the policy never learns to stop",
         "build the mask from the lengths of the completions, not from ids != pad",

@@ -29,6 +29,7 @@ CHARTS = (
     Chart("KL", "KL over tokens: deviation and largest", "nats per token", ("kl_std", "kl_max")),
     Chart("KL", "KL of the ranks", "nats per token", ("kl_rank_min", "kl_rank_max")),
     Chart("KL", "Tokens in the tail of the KL", "share", ("kl_tail_fraction",)),
+    Chart("KL", "KL of tokens that nobody sampled: 0", "nats per token", ("kl_outside_response",)),
     Chart("KL", "KL coefficient", "coefficient", ("kl_coef",)),
     Chart("KL", "Reward / (KL x coefficient)", "ratio", ("reward_kl_ratio",)),
     Chart("KL", "Sampler against policy", "nats per token", ("sampling_logp_gap", "sampling_logp_gap_max")),

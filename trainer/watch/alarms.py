@@ -13,6 +13,8 @@ REPEATED_EVERY = 50
 """Steps after which an alarm that still stands is told again."""
 CLEARED_AFTER = 10
 """Steps in a row within the limit that end an alarm."""
+UNMENDED = ("garbled_from_start", "sampling_gap", "kl_outside", "memory")
+"""Alarms of what older weights have as well: a rollback is none of their answers."""
 SUBSUMED = {"garble_rising": "garble"}
 """An alarm that says nothing beside another, of the same cause and further on."""
 
@@ -40,18 +42,16 @@ class Alarm:
         words = {"cause_in_words": CAUSES[self.cause].what, "fix": CAUSES[self.cause].fix}
         return {key: value for key, value in (asdict(self) | words).items() if value is not None}
 
-    def line(self) -> str:
-        """For the console."""
+    def line(self, as_for: str = "") -> str:
+        """For the console. ``as_for``: an alarm of the same cause, which has explained it."""
         began = "" if self.baseline is None else f", {self.baseline:.3g} at the beginning"
         what = f"{self.signal} {self.value:.3g} (limit {self.limit:.3g}{began})"
         if self.event == "cleared":
             return f"step {self.step}: alarm {self.alarm} is over: {what}"
         again = "" if self.count == 1 else f", told {self.count} times"
         cause = CAUSES[self.cause]
-        return (
-            f"step {self.step}: ALARM {self.alarm}: {what}, since step {self.since}{again}. Suspected: {cause.what}. "
-            f"Fix: {cause.fix}."
-        )
+        why = f"as for {as_for}" if as_for else f"{cause.what}. Fix: {cause.fix}"
+        return f"step {self.step}: ALARM {self.alarm}: {what}, since step {self.since}{again}. Suspected: {why}."
 
 
 @dataclass
@@ -162,9 +162,16 @@ class Alarms:
 
 def stopped_by(alarms: Sequence[Alarm], settings: Watch) -> str:
     """What ends the run after this step, in words; empty when nothing does."""
-    wanted = [
-        alarm.line()
-        for alarm in alarms
-        if alarm.event == "raised" and (settings.on_garble if alarm.alarm == "garble" else settings.on_alarm) == "stop"
+    return "\n".join(alarm.line() for alarm in _asking(alarms, settings, "stop"))
+
+
+def rolled_back_by(alarms: Sequence[Alarm], settings: Watch) -> list[Alarm]:
+    """Those that take the run back after this step."""
+    return [alarm for alarm in _asking(alarms, settings, "rollback") if alarm.alarm not in UNMENDED]
+
+
+def _asking(alarms: Sequence[Alarm], settings: Watch, action: Literal["stop", "rollback"]) -> list[Alarm]:
+    answers = {"garble": settings.on_garble}
+    return [
+        alarm for alarm in alarms if alarm.event == "raised" and answers.get(alarm.alarm, settings.on_alarm) == action
     ]
-    return "\n".join(wanted)

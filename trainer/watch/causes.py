@@ -52,6 +52,10 @@ CAUSES: dict[str, Cause] = {
         "tokens are sampled from another distribution than the one that scores them, so every ratio is wrong",
         "look at rollout.temperature, the RoPE window, dropout, and model.dtype (bf16 differs by a few hundredths)",
     ),
+    "kl_outside_response": Cause(
+        "tokens of the prompt or of padding are scored, so KL and loss count what nobody sampled",
+        "build the mask from the lengths of the completions, never from attention_mask or ids != pad",
+    ),
     "ranks_differ": Cause(
         "one rank measures another KL than the others: its weights or its reference may differ",
         "compare the weights of the ranks, and start again from a checkpoint",
@@ -99,6 +103,7 @@ def suspected(alarm: str, row: Mapping[str, float], begin: Mapping[str, float]) 
 FIXED_CAUSES = {
     "garbled_from_start": "not_from_training",
     "sampling_gap": "sampling_differs",
+    "kl_outside": "kl_outside_response",
     "kl_ranks": "ranks_differ",
     "kl_outliers": "outliers",
     "reward_kl_ratio": "pull_too_strong",

@@ -155,6 +155,7 @@ RULES = (
     Rule("garble_rising", "garble_rate", garble_rising, patience=3, at_once=True),
     Rule("sampling_gap", "sampling_logp_gap", above("sampling_logp_gap", lambda _, at: at["sampling_gap"]), 3, True),
     Rule("kl", "kl", kl, patience=3, at_once=True),
+    Rule("kl_outside", "kl_outside_response", above("kl_outside_response", lambda *_: 0.0), patience=1, at_once=True),
     Rule("kl_ranks", "kl_rank_max / kl_rank_min", kl_ranks, patience=20, relative=True),
     Rule("kl_outliers", "kl_std / kl", kl_outliers, patience=3),
     Rule("entropy_floor", "entropy", below("entropy", lambda _, at: at["entropy_floor"]), patience=3),

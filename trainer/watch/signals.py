@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.batch import Completion
+from trainer.batch import Completion, Prompt
 from trainer.record.metrics import Sums
 from trainer.watch.garble import FEWEST_RESPELLED, LIMITS, broken_parts, garble_parts, repetition
 from trainer.world import World
@@ -47,6 +47,13 @@ def garbles(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBas
         )
         for i, completion in enumerate(completions)
     ]
+
+
+def garble_of_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+    """``garbles`` of a row of the rollout file."""
+    prompt = Prompt(row["row"], row["prompt"], tuple(row["prompt_ids"]), None, {})
+    ids, finish, text = tuple(row["completion_ids"]), row["finish"], row["completion"]
+    return garbles([Completion(row["group"], row["index"], prompt, ids, (), finish, text)], tokenizer)[0]
 
 
 def top_tokens(completions: Sequence[Completion], world: World) -> list[tuple[int, float]]:
