@@ -64,7 +64,7 @@ def _garble(recorded: Recorded) -> Row:
 
 
 def _alarms(recorded: Recorded, record: Mapping[str, Any], found: list[Finding]) -> Row:
-    """Those of the rules as they are now, each by the step that first told it; a guard that ended the run is one too."""
+    """Those of the rules as they are now, each by the step that first told it; a guard that ended the run is one."""
     machine = Alarms.of(recorded.config)
     told: dict[str, Row] = {}
     for metrics in recorded.metrics:

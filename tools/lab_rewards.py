@@ -9,11 +9,8 @@ def _number(text: str) -> str:
 
 def digits(completions: list[str], answer: list[str], **_: object) -> list[float]:
     """Share of the right digits, each in its place."""
-    return [
-        sum(one == other for one, other in zip(_number(text), right, strict=False))
-        / max(len(right), len(_number(text)))
-        for text, right in zip(completions, answer, strict=True)
-    ]
+    pairs = [(_number(text), right) for text, right in zip(completions, answer, strict=True)]
+    return [sum(map(str.__eq__, text, right)) / max(len(right), len(text)) for text, right in pairs]
 
 
 def near(completions: list[str], answer: list[str], **_: object) -> list[float]:

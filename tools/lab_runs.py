@@ -1,4 +1,4 @@
-"""The runs of the collapse lab: seventeen faults, variants of them that no threshold was tuned on, twenty healthy ones."""
+"""The runs of the collapse lab: seventeen faults, variants that nothing was tuned on, twenty healthy ones."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ class LabRun:
     """Keys of ``doctor.causes.CAUSES`` that name its fault, nearly always one; none of a healthy run."""
     patches: tuple[Patch, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
-    steps: int = 50
+    steps: int = 120
     held_out: bool = False
     """Nothing was tuned on it."""
 
@@ -33,7 +33,7 @@ FAILING = {
 }
 
 FAULTS = (
-    LabRun("KL sign inverted", ("kl_sign",), (faults.kl_sign,), {"grpo.kl.coef": 0.2}),
+    LabRun("KL sign inverted", ("kl_sign",), (faults.kl_sign,), {"grpo.kl.coef": 1.0}),
     LabRun("KL on padding", ("kl_outside_response",), (faults.padding_scored,), {"grpo.kl.coef": 0.04}),
     LabRun("pad = EOS mask", ("end_not_trained",), (faults.ends_masked,)),
     LabRun(
@@ -120,6 +120,6 @@ _HEALTHY: tuple[dict[str, Any], ...] = (
 TUNED_HEALTHY = 14
 
 HEALTHY = tuple(
-    LabRun(f"healthy {seed}", (), (), {"run.seed": seed, "data.seed": seed, **settings}, 50, seed > TUNED_HEALTHY)
+    LabRun(f"healthy {seed}", (), (), {"run.seed": seed, "data.seed": seed, **settings}, 100, seed > TUNED_HEALTHY)
     for seed, settings in enumerate(_HEALTHY, start=1)
 )

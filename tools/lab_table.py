@@ -19,7 +19,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def matrix(rows: Sequence[Row]) -> str:
-    """Injected cause x named cause: 1 and 2 by the doctor's two halves together, ``a`` what the first alarm suspects."""
+    """Injected cause x named cause: 1 and 2 by the doctor's two halves together, ``a``: the first alarm's suspicion."""
     columns: list[str] = []
     for row in rows:
         columns += [cause for cause in row["causes"][:1] if cause not in columns]
@@ -40,9 +40,8 @@ def matrix(rows: Sequence[Row]) -> str:
 
 def times(rows: Sequence[Row]) -> str:
     """When the first alarm came, and when it would have been too late."""
-    lines = [
-        _line("fault", "first alarm at step", "alarm", "garbled past 40 % at", "most garbled", "RUN_DIR", "RUN.toml")
-    ]
+    head = ("first alarm at step", "alarm", "garbled past 40 % at", "most garbled", "RUN_DIR", "RUN.toml")
+    lines = [_line("fault", *head)]
     lines.append(_line(*["---"] * 7))
     for row in rows:
         first = row.get("first_alarm") or {"step": "none", "alarm": ""}
