@@ -55,7 +55,7 @@ class Output:
         self.seconds: list[float] = []
         self.first_steps = FirstSteps(state.steps)
         self.evaluations: list[Evaluation] = []
-        self.alarms = Alarms(state.config.watch, replays=bool(state.config.rollout.replay))
+        self.alarms = Alarms.of(state.config)
         self.explained: dict[str, tuple[str, int]] = {}
         """Cause -> the alarm that has said it, and when."""
         self.trackers = Trackers((), self.path, "", {}, 0)

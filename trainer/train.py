@@ -30,6 +30,7 @@ from trainer.update import (
     global_count,
     kl_in_loss,
     kl_in_reward,
+    measure_masks,
     micro_batch_loss,
     note_unmoved_adapters,
     passes,
@@ -75,7 +76,8 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
         charge_kl_to_rewards(state, trained(completions, mask_truncated=False), sums)
     set_advantages(state, completions)
     count = global_count(state, trainable)
-    batches = passes(state, with_gradient(state, trainable))
+    batches = passes(state, read := with_gradient(state, trainable))
+    measure_masks(batches, read, sums)
     if kl_in_loss(state):
         ask_reference(state, batches)
     clock.lap("reference")

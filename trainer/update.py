@@ -57,6 +57,13 @@ def passes(state: State, completions: Sequence[Completion]) -> list[MicroBatch]:
     )
 
 
+def measure_masks(batches: Sequence[MicroBatch], completions: Sequence[Completion], sums: Sums) -> None:
+    """``scored_per_sampled``: tokens that the loss weighs, over those sampled to be weighed. 1, or the mask is wrong:
+    more where prompts or padding are scored, fewer where ends are left out."""
+    scored = sum(int((batch.weights > 0).sum()) for batch in batches)
+    sums.add("scored_per_sampled", scored, sum(len(completion.ids) for completion in completions))
+
+
 def ask_reference(state: State, batches: Sequence[MicroBatch]) -> None:
     """What the reference says of the same tokens, those of all micro-batches at once."""
     assert state.reference is not None
@@ -246,6 +253,7 @@ def measure_policy(state: State, batch: MicroBatch, scores: TokenScores, sums: S
             state.kl_histogram.add(kl)
     sampled = torch.tensor([logp for c in batch.completions for logp in c.sampling_logps], device=scores.logps.device)
     gap = (scores.logps - sampled).abs().double()
+    sums.add("surprise", -float(sampled.double().sum()), tokens)
     sums.add("sampling_logp_gap", float(gap.sum()), tokens)
     sums.maximum("sampling_logp_gap_max", float(gap.max()))
 

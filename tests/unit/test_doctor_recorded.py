@@ -163,7 +163,11 @@ def test_metrics_that_name_their_cause(fault: str) -> None:
 
 def test_steps_without_a_gradient_and_the_reason_of_the_end() -> None:
     """A refused gradient leaves a rate without a norm, its loss may be finite; nothing to train on leaves neither."""
-    for absent, expected in ((("grad_norm",), ["non_finite"]), (("grad_norm", "loss", "lr"), [])):
+    for absent, expected in (
+        (("grad_norm",), ["gradient_overflow"]),
+        (("grad_norm", "loss"), ["loss_overflow"]),
+        (("grad_norm", "loss", "lr"), []),
+    ):
         run = healthy()
         for row in run.metrics[10:]:
             for name in absent:
@@ -171,6 +175,11 @@ def test_steps_without_a_gradient_and_the_reason_of_the_end() -> None:
         assert [one.cause for one in diagnose(run, "").causes] == expected
     for reason, cause in (
         ("rollout: the logits of decoding position 3 hold NaN or infinity", "non_finite"),
+        ("step 3: the gradient norm is nan (rank 0: loss inf); no rank updated", "loss_overflow"),
+        (
+            "step 3: the gradient norm is inf (every loss was finite, so it arose in the backward pass)",
+            "gradient_overflow",
+        ),
         ("reward 'x' failed on 9 of 9 completions, more than max_unscored = 0.1 allows", "reward_fails"),
         ("a guard of another kind", "stopped"),
     ):

@@ -296,8 +296,6 @@ def test_kl_outside_of_the_response_is_measured(taught: Path, world: World, tmp_
     batch.completions = [replace(one, ids=(*one.ids, one.ids[-1])) for one in batch.completions]
     stopped = torch.tensor([one.finish == "stop" for one in batch.completions])
     assert outside() == added[stopped].tolist() and stopped.any()
-    (alarm,) = output.alarms.look(1, {"kl_outside_response": 1e-3})
-    assert alarm.cause == "kl_outside_response" and alarm.alarm == "kl_outside"
 
 
 class Two(World):

@@ -14,9 +14,11 @@ IF_EXPLAINED = 0.3
 EVERYTHING = frozenset(CAUSES)
 EXPLAINS: dict[str, frozenset[str]] = {
     "non_finite": EVERYTHING - {"refused"},
+    "loss_overflow": frozenset({"stopped", "gradient_overflow"}),
+    "gradient_overflow": frozenset({"stopped"}),
     "tokenizer_mismatch": frozenset({"not_from_training", "weights_not_loaded", "decoding", "runs_on", "stopped"}),
     "weights_not_loaded": frozenset({"not_from_training", "runs_on", "reward_constant"}),
-    "rope_differs": frozenset({"reference_differs", "sampling_differs", "decoding"}),
+    "rope_differs": frozenset({"reference_differs", "sampling_differs", "decoding", "not_from_training"}),
     "rope_window": frozenset({"sampling_differs", "padding_changes_scores", "decoding"}),
     "dropout": frozenset(
         {"reference_differs", "padding_changes_scores", "sampling_differs", "temperature_mismatch", "normalisation"}
@@ -24,7 +26,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
     ),
     "temperature_mismatch": frozenset({"sampling_differs", "filtered_sampling", "decoding"}),
     "filtered_sampling": frozenset({"sampling_differs", "temperature_mismatch"}),
-    "kl_outside_response": frozenset({"normalisation", "end_not_trained", "padding_changes_scores", "loss_sign"}),
+    "kl_outside_response": frozenset(
+        {"normalisation", "end_not_trained", "padding_changes_scores", "loss_sign", "sampling_differs"}
+    ),
     "padding_changes_scores": frozenset({"sampling_differs", "normalisation"}),
     "kl_wrong": frozenset({"reference_differs"}),
     "reference_moves": frozenset({"kl_sign", "kl_no_gradient"}),

@@ -41,7 +41,7 @@ def passes_alike(parts: Parts) -> Finding | str:
     whole, apart = gradient_norm(state, completions), gradient_norm(one_pass_each(state), completions)
     evidence = {"grad_norm_one_pass": whole, "grad_norm_split": apart}
     if not math.isfinite(whole + apart):
-        return Finding("non_finite", 0.9, evidence)
+        return Finding("gradient_overflow", 0.9, evidence)  # weights and log-probs are finite, or it would not be asked
     if whole == apart == 0:
         return Finding("no_gradient", 0.9, evidence)
     if abs(whole - apart) > (2e-2 if parts.same < 0.01 else 0.1) * max(whole, apart):

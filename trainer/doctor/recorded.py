@@ -17,6 +17,8 @@ WRONG_SIGN = (
     "look at the sign of the loss (`zero-grpo doctor RUN.toml` takes a step and measures it), of the reward and of its "
     "weight: a higher number has to be better"
 )
+FINITE_LOSS = "every loss was finite"
+"""Of the reason for which a run is stopped (update.py: take_step)."""
 PARTS_OF_TOKENIZER = (
     "garble/word_marks",
     "garble/raw_bytes",
@@ -43,13 +45,18 @@ def diagnose_records(run: Recorded, target: str) -> Diagnosis:
 
 def end_of_run(run: Recorded) -> Verdict:
     """What ended it, in its own words, and steps whose gradient was refused: they have a rate and no norm; a step
-    with nothing to train on has neither."""
+    with nothing to train on has neither. A step whose loss was not finite has no loss either."""
     reason, state = run.status.get("reason", ""), run.status.get("state", "")
-    refused = [row["step"] for row in run.metrics if "lr" in row and "grad_norm" not in row]
+    refused = [row for row in run.metrics if "lr" in row and "grad_norm" not in row]
+    lossless = sum("loss" not in row for row in refused)
+    evidence = {"steps_without_gradient": len(refused), "of_them_without_loss": lossless}
     if state == "stopped" and re.search(r"\b(nan|inf|infinity)\b", reason, re.IGNORECASE):
-        return [Finding("non_finite", 0.95, {"reason": reason, "steps_without_gradient": len(refused)})]
+        by_gradient = "gradient norm" in reason
+        cause = "non_finite" if not by_gradient else "gradient_overflow" if FINITE_LOSS in reason else "loss_overflow"
+        return [Finding(cause, 0.95, {"reason": reason, **evidence})]
     if len(refused) >= ENOUGH and len(refused) > len(run.metrics) / 5:
-        return [Finding("non_finite", 0.8, {"steps_without_gradient": len(refused), "first": refused[0]})]
+        cause = "loss_overflow" if lossless > len(refused) / 2 else "gradient_overflow"
+        return [Finding(cause, 0.8, {**evidence, "first": refused[0]["step"]})]
     if state in ("stopped", "lost"):
         cause = "reward_fails" if "max_unscored" in reason else "stopped"
         return [Finding(cause, 0.9 if cause == "reward_fails" else 0.5, {"state": state, "reason": reason})]
@@ -130,7 +137,7 @@ def document_readings(run: Recorded) -> Verdict:
 
 def alarms(run: Recorded) -> Verdict:
     """What the alarms of the run's own settings say of its metrics; most sure of those that stand at the end."""
-    machine = Alarms(run.config.watch, replays=bool(run.config.rollout.replay))
+    machine = Alarms.of(run.config)
     said = [alarm for row in run.metrics for alarm in machine.look(row["step"], _numbers(row))]
     standing = {name for name, one in machine.standings.items() if one.active}
     found = []

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainer.config import RunConfig
 from trainer.config.watch import Watch
 from trainer.watch.causes import CAUSES, suspected
 from trainer.watch.rules import RULES, Numbers, Reading, Rule
@@ -13,8 +14,10 @@ REPEATED_EVERY = 50
 """Steps after which an alarm that still stands is told again."""
 CLEARED_AFTER = 10
 """Steps in a row within the limit that end an alarm."""
-UNMENDED = ("garbled_from_start", "sampling_gap", "kl_outside", "memory")
+UNMENDED = ("garbled_from_start", "kl_at_start", "sampling_gap", "scored_tokens", "surprise", "memory")
 """Alarms of what older weights have as well: a rollback is none of their answers."""
+AT_STEP_1 = {"garble_rate": "garble_rate", "kl_at_step_1": "kl"}
+"""What of the beginning is of its first step alone, before any update; by the metric's key."""
 SUBSUMED = {"garble_rising": "garble"}
 """An alarm that says nothing beside another, of the same cause and further on."""
 
@@ -74,11 +77,19 @@ class Alarms:
     settings: Watch
     replays: bool = False
     """Rollouts are recorded ones: another policy has sampled them, so the gap to it is no sign."""
+    filtered: bool = False
+    """The run's own settings filter what is sampled (top-p, top-k, min-p, a penalty), so that it is likelier or less
+    likely than the policy's own distribution."""
     first: list[dict[str, float]] = field(default_factory=list)
     """Signals of the first steps."""
     standings: dict[str, Standing] = field(default_factory=dict)
     good_step: int | None = None
     """Of the newest checkpoint from before any sign of trouble."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Alarms":
+        """Those of a run."""
+        return cls(config.watch, replays=bool(config.rollout.replay), filtered=config.rollout.filters)
 
     def progress(self) -> dict[str, Any]:
         standings = {name: asdict(one) for name, one in self.standings.items()}
@@ -90,15 +101,15 @@ class Alarms:
         self.standings = {name: Standing(**one) for name, one in progress["standings"].items()}
 
     def beginning(self) -> dict[str, float]:
-        """Medians of the first steps; of the garble rate what the model came with, before any update."""
+        """Medians of the first steps; of garble rate and KL what the model came with, before any update."""
         keys = {key for row in self.first for key in row}
         medians = {key: statistics.median(row[key] for row in self.first if key in row) for key in sorted(keys)}
-        return medians | {key: value for key, value in self.first[0].items() if key == "garble_rate"}
+        return medians | {name: self.first[0][key] for name, key in AT_STEP_1.items() if key in self.first[0]}
 
     def look(self, step: int, row: Numbers) -> list[Alarm]:
         """What is to be told after a step; to be asked once a step, with its metrics."""
-        if self.replays:
-            row = {key: value for key, value in row.items() if key != "sampling_logp_gap"}
+        unsaid = {"sampling_logp_gap", "surprise"} if self.replays else {"surprise"} if self.filtered else set()
+        row = {key: value for key, value in row.items() if key not in unsaid}
         if len(self.first) < self.settings.baseline_steps:
             self.first.append(dict(row))
         begin, known = self.beginning(), len(self.first) >= self.settings.baseline_steps
@@ -106,7 +117,7 @@ class Alarms:
         told = []
         for rule in RULES:
             # Of an unfinished beginning only step 1 is one: medians of two steps would move under the alarm.
-            seen = begin if known else {key: value for key, value in begin.items() if key == "garble_rate"}
+            seen = begin if known else {key: value for key, value in begin.items() if key in AT_STEP_1}
             wanted = (known or rule.at_once) and not (rule.relative and self.settings.level == "quiet")
             reading = rule.read(row, seen, limits) if wanted else None
             if reading is not None and (event := self._moved(rule, step, reading)):

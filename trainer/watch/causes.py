@@ -52,10 +52,6 @@ CAUSES: dict[str, Cause] = {
         "tokens are sampled from another distribution than the one that scores them, so every ratio is wrong",
         "look at rollout.temperature, the RoPE window, dropout, and model.dtype (bf16 differs by a few hundredths)",
     ),
-    "kl_outside_response": Cause(
-        "tokens of the prompt or of padding are scored, so KL and loss count what nobody sampled",
-        "build the mask from the lengths of the completions, never from attention_mask or ids != pad",
-    ),
     "ranks_differ": Cause(
         "one rank measures another KL than the others: its weights or its reference may differ",
         "compare the weights of the ranks, and start again from a checkpoint",
@@ -82,6 +78,27 @@ CAUSES: dict[str, Cause] = {
         "memory that a step takes is not given back",
         "look for tensors that a reward function or a hook keeps; a checkpoint and a restart give it back",
     ),
+    "reference_differs": Cause(
+        "the reference is not the policy as it began: the KL measures two models, and pulls towards another one",
+        "load both from one model.name_or_path; look at reference.mode, lora.start_adapter and RoPE",
+    ),
+    "dropout": Cause(
+        "dropout is on while tokens are scored: ratio and KL are noise from the first step on",
+        "set every dropout to 0 (lora.dropout, attention_dropout of config.json), also in models made by hooks",
+    ),
+    "kl_outside_response": Cause(
+        "tokens of the prompt or of padding are scored, so KL and loss count what nobody sampled",
+        "build the mask from the lengths of the completions, never from attention_mask or ids != pad",
+    ),
+    "end_not_trained": Cause(
+        "the end token of a completion is masked (pad = EOS): the policy never learns to stop",
+        "build the mask from the lengths of the completions, not from ids != pad",
+    ),
+    "filtered_sampling": Cause(
+        "tokens are drawn through a filter that the scores do not know (repetition penalty, top-p, top-k, min-p)",
+        "rollout.repetition_penalty = 1, top_p = 1, top_k = 0, min_p = 0; set all of them explicitly, or the "
+        "checkpoint's generation_config.json fills them in",
+    ),
 }
 
 
@@ -89,6 +106,11 @@ def suspected(alarm: str, row: Mapping[str, float], begin: Mapping[str, float]) 
     """The most likely cause (a key of ``CAUSES``) of an alarm, from the step's metrics and those of the beginning."""
     if alarm in FIXED_CAUSES:
         return FIXED_CAUSES[alarm]
+    if alarm == "scored_tokens":
+        return "kl_outside_response" if row["scored_per_sampled"] > 1 else "end_not_trained"
+    if alarm == "kl_at_start":
+        # Only policy and reference differ, or any two passes do.
+        return "dropout" if begin.get("sampling_logp_gap", 0.0) > 0.01 else "reference_differs"
     if alarm.startswith("garble") and row.get("kl", 1.0) < 0.05:
         return "decoding"
     if reward_change(row, begin) < -0.5 and not alarm.startswith("entropy_"):
@@ -103,7 +125,7 @@ def suspected(alarm: str, row: Mapping[str, float], begin: Mapping[str, float]) 
 FIXED_CAUSES = {
     "garbled_from_start": "not_from_training",
     "sampling_gap": "sampling_differs",
-    "kl_outside": "kl_outside_response",
+    "surprise": "filtered_sampling",
     "kl_ranks": "ranks_differ",
     "kl_outliers": "outliers",
     "reward_kl_ratio": "pull_too_strong",

@@ -22,6 +22,9 @@ class Reading:
     """Back far enough that an alarm ends; between the two nothing changes."""
 
 
+SAME_KL = 5e-3
+"""Nats per token between two passes of one model: k3 of log-probs that are 0.1 apart, twice the rounding of bf16."""
+
 Read = Callable[[Numbers, Numbers, Numbers], Reading | None]
 
 
@@ -86,6 +89,29 @@ def garbled_from_start(row: Numbers, begin: Numbers, limits: Numbers) -> Reading
         return None
     entry, value = limits["garble_entry"], row.get("garble_rate", begin["garble_rate"])
     return Reading(value, entry, begin["garble_rate"], min(value, begin["garble_rate"]) >= entry, value < entry / 2)
+
+
+def scored_tokens(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Exactly the sampled tokens are scored, at every step of any run."""
+    if (value := row.get("scored_per_sampled")) is None:
+        return None
+    return Reading(value, 1.0, None, value != 1, value == 1)
+
+
+def kl_at_start(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Before any update the policy is its reference; what stands between the two then stays for the whole run."""
+    if (value := begin.get("kl_at_step_1")) is None:
+        return None
+    return Reading(value, SAME_KL, None, abs(value) > SAME_KL, False)
+
+
+def surprise(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Tokens drawn from p have E[-ln p] = H(p); a filter draws likelier ones, a penalty less likely ones. A temperature
+    shows in the gap, and a loss without a KL term reads groups that were chosen by their rewards."""
+    if "kl" not in row or "surprise" not in row or row.get("sampling_logp_gap", 1.0) > 0.02:
+        return None
+    off, limit = row["surprise"] - row["entropy"], max(0.05, 0.15 * row["entropy"])
+    return Reading(off, limit, None, abs(off) > limit, abs(off) < limit / 2)
 
 
 def kl(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
@@ -154,8 +180,10 @@ RULES = (
     Rule("garble", "garble_rate", garble, patience=2, at_once=True),
     Rule("garble_rising", "garble_rate", garble_rising, patience=3, at_once=True),
     Rule("sampling_gap", "sampling_logp_gap", above("sampling_logp_gap", lambda _, at: at["sampling_gap"]), 3, True),
+    Rule("scored_tokens", "scored_per_sampled", scored_tokens, patience=1, at_once=True),
+    Rule("kl_at_start", "kl at step 1", kl_at_start, patience=1, at_once=True),
+    Rule("surprise", "surprise - entropy", surprise, patience=10, at_once=True, relative=True),
     Rule("kl", "kl", kl, patience=3, at_once=True),
-    Rule("kl_outside", "kl_outside_response", above("kl_outside_response", lambda *_: 0.0), patience=1, at_once=True),
     Rule("kl_ranks", "kl_rank_max / kl_rank_min", kl_ranks, patience=20, relative=True),
     Rule("kl_outliers", "kl_std / kl", kl_outliers, patience=3),
     Rule("entropy_floor", "entropy", below("entropy", lambda _, at: at["entropy_floor"]), patience=3),
