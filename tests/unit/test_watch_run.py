@@ -272,7 +272,7 @@ def test_samples_say_how_they_are_garbled(taught: Path, world: World, tmp_path: 
 @pytest.mark.parametrize("shared", [True, False])
 def test_kl_outside_of_the_response_is_measured(taught: Path, world: World, tmp_path: Path, shared: bool) -> None:
     """0 by the layout of the rows, with a KL that is not; and what a wrong mask adds is found, token by token."""
-    state, output, _ = begun(taught, world, tmp_path / "run", {})
+    state, _, _ = begun(taught, world, tmp_path / "run", {})
     state.shared_prompts = shared
     step(state)
     metrics, completions = step(state)
