@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trainer.collect
+import trainer.engine
 import trainer.preflight.prepare
 import trainer.rollout.decoder
 import trainer.train
@@ -23,6 +24,7 @@ import trainer.update
 from tools.lab_run import MODEL, ROOT, Patch, Replace
 from trainer.algorithm.loss import Objective
 from trainer.batch import Completion
+from trainer.engine import ZeroEngine
 from trainer.minibatch import MicroBatch
 from trainer.models.policy import Policy
 from trainer.models.reference import Reference
@@ -129,23 +131,21 @@ def _drop(share: float) -> Any:
 
 
 def trained_at_theta(base: float) -> Patch:
-    """Decoding rotates as the model was taught, the training pass by another base: two engines, two configs."""
+    """Decoding rotates as the model was taught, the training engine by another base: two engines, two configs."""
 
     def theta_in_training(put: Replace) -> None:
-        import trainer.models.scorer as scorer
+        real = trainer.engine.ZeroEngine.__call__
 
-        real = scorer.hidden_states
-
-        def rotated(causal: Any, *arguments: Any) -> Tensor:
-            rotary = causal.get_decoder().rotary_emb
+        def rotated(engine: ZeroEngine, *arguments: Any, **options: Any) -> dict[str, Tensor]:
+            rotary = engine.module.causal.get_decoder().rotary_emb
             right = rotary.inv_freq
             rotary.inv_freq = _inv_freq(right, base)
             try:
-                return real(causal, *arguments)
+                return real(engine, *arguments, **options)
             finally:
                 rotary.inv_freq = right
 
-        put(scorer, "hidden_states", rotated)
+        put(trainer.engine.ZeroEngine, "__call__", rotated)
 
     return named(theta_in_training, base=base)
 

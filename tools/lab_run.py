@@ -7,8 +7,11 @@ product has no switches for faults: each is a function that is put in the place 
 """
 
 import contextlib
+import ctypes
+import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -26,6 +29,8 @@ MODEL = ROOT / ".cache" / "demo-model"
 RECIPE = ROOT / "launch" / "recipes" / "demo.toml"
 LIMIT = 900
 """Seconds after which a run is given up."""
+PR_SET_PDEATHSIG = 1
+"""Linux: a child goes with its parent."""
 
 SETTINGS: dict[str, Any] = {
     "model.name_or_path": str(MODEL),
@@ -60,7 +65,8 @@ def run_once(
     """Trains, then (``doctor``) asks the same parts. Returns how it ended; ``folder/run`` is its run directory.
 
     ``settings``: of the run file by dotted key, over the demo's and ``SETTINGS``. ``folder`` holds the record as well:
-    a run that is there already, with the same settings, is not repeated.
+    a run that is there already, with the same settings, is not repeated;
+    the doctor is asked again when it has changed.
     """
     asked = {
         "name": name,
@@ -74,8 +80,8 @@ def run_once(
     if any(known.get(key) != value for key, value in asked.items()) or known["state"] == "crashed":
         known = asked | _train(asked, patches, folder)
         file.write_text(json.dumps(known, indent=1) + "\n")
-    if doctor and "doctor" not in known and known["state"] != "crashed":
-        known["doctor"] = _ask(patches, folder)
+    if doctor and known.get("asked_by") != (probes := _probes()) and known["state"] != "crashed":
+        known |= {"doctor": _ask(patches, folder), "asked_by": probes}
         file.write_text(json.dumps(known, indent=1) + "\n")
     return known
 
@@ -90,6 +96,12 @@ def run_file(settings: Mapping[str, Any], steps: int, run_dir: Path) -> str:
             table = table.setdefault(part, {})
         table[last] = value
     return tomli_w.dumps(tree)
+
+
+def _probes() -> str:
+    """Of the doctor's code."""
+    code = b"".join(file.read_bytes() for file in sorted((ROOT / "trainer" / "doctor").glob("*.py")))
+    return hashlib.sha256(code).hexdigest()[:12]
 
 
 def import_everything() -> None:
@@ -160,6 +172,7 @@ def _in_children(work: Callable[[], None], folder: Path, log: str, ranks: int) -
             continue
         code = 70
         try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.alarm(LIMIT)
             os.chdir(folder)
             place = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -182,8 +195,6 @@ def _in_children(work: Callable[[], None], folder: Path, log: str, ranks: int) -
 
 def _clear(folder: Path) -> None:
     """Of what an earlier try has left."""
-    import shutil
-
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 

@@ -16,6 +16,7 @@ import trainer.minibatch
 import trainer.update
 from tests.tiny import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import PROMPTS, RUN_FILE, run_config, start, step, write_run
+from tools import lab_faults
 from trainer.__main__ import main
 from trainer.algorithm.loss import Objective
 from trainer.batch import Completion, PackedRows
@@ -192,6 +193,19 @@ def groups_interleaved(parts: Parts, patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def trains_at_another_theta(parts: Parts, patch: pytest.MonkeyPatch) -> None:
+    lab_faults.trained_at_theta(5e5)(patch.setattr)
+
+
+def kl_overflows(parts: Parts, patch: pytest.MonkeyPatch) -> None:
+    lab_faults.k3_overflows(patch.setattr)
+
+
+def gradient_overflows(parts: Parts, patch: pytest.MonkeyPatch) -> None:
+    for weight in parts.state.policy.causal.parameters():
+        weight.register_hook(lambda gradient: (gradient * 1e30).half().to(gradient))
+
+
 BROKEN: dict[str, tuple[Callable[[Parts, pytest.MonkeyPatch], None], str]] = {
     "theta of the reference": (reference_theta, "rope_differs"),
     "reference of other weights": (reference_from_elsewhere, "reference_differs"),
@@ -209,6 +223,9 @@ BROKEN: dict[str, tuple[Callable[[Parts, pytest.MonkeyPatch], None], str]] = {
     "nan": (nan_weights, "non_finite"),
     "another tokenizer decodes": (decodes_otherwise, "tokenizer_mismatch"),
     "interleaved groups": (groups_interleaved, "group_layout"),
+    "theta of the training engine": (trains_at_another_theta, "rope_differs"),
+    "k3 in half precision": (kl_overflows, "loss_overflow"),
+    "gradients in half precision": (gradient_overflows, "gradient_overflow"),
 }
 
 

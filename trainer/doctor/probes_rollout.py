@@ -200,10 +200,11 @@ def sampling(parts: Parts) -> Finding | str:
 
 
 def _base_of(parts: Parts, logps: Tensor) -> tuple[float, float]:
-    """The RoPE base in use anywhere by which a plain pass comes nearest to these log-probs, and how near, in nats."""
+    """The RoPE base, not the model's own, by which a plain pass comes nearest to these log-probs; how near, in nats."""
     state, temperature = parts.state, parts.state.config.rollout.temperature
-    apart = {}
-    for base in BASES:
+    apart = {0.0: math.inf}
+    own = [one.theta for one in inspect_built(state.policy.causal)]
+    for base in (base for base in BASES if not any(math.isclose(base, theta, rel_tol=0.01) for theta in own)):
         with rotated_by(state.policy.causal, base):
             logits = list(full_forward(state, parts.completions))
         found = [
@@ -211,7 +212,7 @@ def _base_of(parts: Parts, logps: Tensor) -> tuple[float, float]:
             for one, scores in zip(parts.completions, logits, strict=True)
         ]
         apart[base] = float((torch.cat(found).cpu() - logps).abs().mean())
-    best = min(BASES, key=lambda base: apart[base])
+    best = min(apart, key=lambda base: apart[base])
     return best, apart[best]
 
 
