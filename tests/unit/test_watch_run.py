@@ -242,10 +242,10 @@ def test_a_cause_is_explained_by_the_first_of_its_alarms(
     metrics, completions = step(state)
     output.step(metrics, completions)
     for state.step in range(2, 60):
-        output.step(metrics | {"kl": 5.0, "entropy": 9.0, "garble_rate": 0.9}, completions)
+        output.step(metrics | {"kl": 5.0, "grad_norm": 1e9, "garble_rate": 0.9}, completions)
     said = [line for line in capsys.readouterr().out.splitlines() if "ALARM " in line]
     explained = [(line.split("ALARM ")[1].split(":")[0], "Fix: " in line and "Excerpt" in line) for line in said]
-    first = [("garble", True), ("kl", False), ("entropy_rise", False)]
+    first = [("garble", True), ("kl", False), ("gradient", False)]
     assert explained == [*first, *first], explained
     assert "Suspected: as for garble." in said[1]
     alarms = recorded(run_dir, "alarms.jsonl")
