@@ -120,6 +120,7 @@ class Output:
         )
         words = {"event": "rolled_back", "step": step, "count": rollbacks, "from_step": alarm.step, "message": message}
         self.directory.append_alarm(alarm.record() | words)
+        self.explained.clear()
         self._open_trackers(step)
         say(f"alarm {alarm.alarm}: {message}.")
 
