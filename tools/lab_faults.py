@@ -18,6 +18,7 @@ from torch.nn import functional
 import trainer.collect
 import trainer.engine
 import trainer.preflight.prepare
+import trainer.preflight.survey
 import trainer.rollout.decoder
 import trainer.train
 import trainer.update
@@ -173,8 +174,9 @@ def _inv_freq(like: Tensor, base: float) -> Tensor:
 
 
 def no_rope_guard(put: Replace) -> None:
-    """The hook that would refuse the run."""
-    put(trainer.preflight.prepare, "rope_guard", lambda context: [])
+    """The hook that would refuse the run, before its weights are read and before each rollout."""
+    for module in (trainer.preflight.survey, trainer.preflight.prepare):
+        put(module, "rope_guard", lambda context: [])
 
 
 def sampled_with(**settings: float) -> Patch:

@@ -47,7 +47,7 @@ FAULTS = (
     LabRun("wrong group layout", ("group_layout",), (faults.groups_tiled,)),
     LabRun("learning rate x 100", ("update_too_large",), (), {"optim.lr": 0.1}),
     LabRun(
-        "k3 overflow", ("loss_overflow",), (faults.k3_overflows,), {"optim.lr": 0.02, "grpo.updates_per_rollout": 4}
+        "k3 overflow", ("loss_overflow",), (faults.k3_overflows,), {"optim.lr": 5e-3, "grpo.updates_per_rollout": 4}
     ),
     LabRun("NaN weights", ("non_finite",), (faults.nan_after(12),)),
     LabRun("wrong tokenizer for decode", ("tokenizer_mismatch",), (faults.decoded_by_another,)),

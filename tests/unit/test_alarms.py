@@ -48,6 +48,7 @@ BREAKS: dict[str, tuple[Row, int]] = {
     "garble_rising": ({"garble_rate": 0.2}, 3),
     "sampling_gap": ({"sampling_logp_gap": 0.2}, 3),
     "kl": ({"kl": 2.1, "kl_std": 3.0}, 3),
+    "collapse": ({"kl": 1.1, "kl_std": 2.0, "reward_mean": 0.1}, 1),
     "kl_ranks": ({"kl": 0.1, "kl_std": 0.2, "kl_rank_min": 0.02, "kl_rank_max": 0.2}, 20),
     "scored_tokens": ({"scored_per_sampled": 1.01}, 1),
     "surprise": ({"surprise": 0.8}, 10),

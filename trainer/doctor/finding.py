@@ -18,7 +18,9 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "gradient_overflow": frozenset({"stopped"}),
     "tokenizer_mismatch": frozenset({"not_from_training", "weights_not_loaded", "decoding", "runs_on", "stopped"}),
     "weights_not_loaded": frozenset({"not_from_training", "runs_on", "reward_constant"}),
-    "rope_differs": frozenset({"reference_differs", "sampling_differs", "decoding", "not_from_training"}),
+    "rope_differs": frozenset(
+        {"reference_differs", "sampling_differs", "temperature_mismatch", "decoding", "not_from_training", "kl_sign"}
+    ),
     "rope_window": frozenset({"sampling_differs", "padding_changes_scores", "decoding"}),
     "dropout": frozenset(
         {"reference_differs", "padding_changes_scores", "sampling_differs", "temperature_mismatch", "normalisation"}

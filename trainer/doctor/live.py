@@ -13,6 +13,7 @@ from trainer.world import connect, disconnect
 REFUSED = "as `zero-grpo preflight` says:"
 REFUSALS = {
     "context window": "rope_window",
+    "unscaled window": "rope_window",
     "rotate positions differently": "rope_differs",
     "inv_freq": "rope_differs",
     "tokens without a row": "tokenizer_mismatch",

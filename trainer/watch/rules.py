@@ -122,6 +122,14 @@ def kl(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     return Reading(row["kl"], limit, None, row["kl"] > limit, row["kl"] < limit / 2)
 
 
+def collapse(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Far from the reference with the reward gone: two signs at once need no patience."""
+    if "kl" not in row:
+        return None
+    limit, lost = limits["kl"] / 2, reward_change(row, begin)
+    return Reading(row["kl"], limit, None, row["kl"] > limit and lost < -0.5, row["kl"] < limit / 2 or lost > -0.25)
+
+
 def below(signal: str, floor: Callable[[Numbers, Numbers], float]) -> Read:
     """Past the limit under ``floor(beginning, limits)``; clear half as much again above it."""
 
@@ -183,6 +191,7 @@ RULES = (
     Rule("scored_tokens", "scored_per_sampled", scored_tokens, patience=1, at_once=True),
     Rule("kl_at_start", "kl at step 1", kl_at_start, patience=1, at_once=True),
     Rule("surprise", "surprise - entropy", surprise, patience=10, at_once=True, relative=True),
+    Rule("collapse", "kl", collapse, patience=1, at_once=True),
     Rule("kl", "kl", kl, patience=3, at_once=True),
     Rule("kl_ranks", "kl_rank_max / kl_rank_min", kl_ranks, patience=20, relative=True),
     Rule("kl_outliers", "kl_std / kl", kl_outliers, patience=3),
