@@ -83,12 +83,12 @@ def test_masks_score_more_or_fewer_tokens_than_were_sampled(steps: Steps) -> Non
 def test_before_any_update_each_fault_shows_where_it_should(steps: Steps) -> None:
     full = {"lora__r": 0}
     healthy, sampled, _ = steps(**full)
-    assert healthy["kl"] == 0 and healthy["sampling_logp_gap"] < 1e-4
+    assert healthy["kl"] == 0 and healthy["sampling_logp_gap"] < 5e-6
 
     def of(*patches: Patch, **settings: Any) -> tuple[bool, bool, bool]:
         """KL, gap, and whether other tokens were sampled."""
         metrics, completions, _ = steps(*patches, **(full | settings))
-        return metrics["kl"] > 1e-6, metrics["sampling_logp_gap"] > 1e-4, ids(completions) != ids(sampled)
+        return metrics["kl"] > 0, metrics["sampling_logp_gap"] > 1e-5, ids(completions) != ids(sampled)
 
     assert of(faults.dropout_of(0.1)) == (True, True, False)
     assert of(faults.trained_at_theta(100.0)) == (True, True, False), "its reference is an engine of its own"

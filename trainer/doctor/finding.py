@@ -16,12 +16,16 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "non_finite": EVERYTHING - {"refused"},
     "loss_overflow": frozenset({"stopped", "gradient_overflow"}),
     "gradient_overflow": frozenset({"stopped"}),
-    "tokenizer_mismatch": frozenset({"not_from_training", "weights_not_loaded", "decoding", "runs_on", "stopped"}),
+    "tokenizer_mismatch": frozenset(
+        {"not_from_training", "weights_not_loaded", "decoding", "runs_on", "stopped", "reward_constant"}
+    ),
     "weights_not_loaded": frozenset({"not_from_training", "runs_on", "reward_constant"}),
     "rope_differs": frozenset(
         {"reference_differs", "sampling_differs", "temperature_mismatch", "decoding", "not_from_training", "kl_sign"}
     ),
-    "rope_window": frozenset({"sampling_differs", "padding_changes_scores", "decoding"}),
+    "rope_window": frozenset({"sampling_differs", "padding_changes_scores", "decoding", "rope_differs"}),
+    # What a step on the KL term does is foretold for a policy that is near its reference.
+    "reference_differs": frozenset({"kl_no_gradient", "kl_sign", "coefficient_scaled", "outliers"}),
     "dropout": frozenset(
         {"reference_differs", "padding_changes_scores", "sampling_differs", "temperature_mismatch", "normalisation"}
         | {"kl_wrong", "filtered_sampling", "reference_moves"}

@@ -174,7 +174,9 @@ def direction(run: Recorded) -> Verdict:
     evidence = {"kl_by_thirds": [early, middle, late], "kl_coef": run.last("kl_coef"), "lr": max(steps, default=0.0)}
     # From a third to the next t^2 grows 9 times, then 2.8 times.
     if late > 0.01 and early > 0 and late > 4 * middle and late / middle > 0.5 * middle / early:
-        return [Finding("kl_sign", 0.6 if run.last("kl_coef") else 0.3, evidence)]
+        # Where the reward has risen on the way, it is the reward that pulls.
+        pulled = run.last("kl_coef") and not _risen(run.first("reward_mean"), run.last("reward_mean"))
+        return [Finding("kl_sign", 0.6 if pulled else 0.3, evidence)]
     if _within(kl, 10) > 0.5:
         return [Finding("update_too_large", 0.7, evidence | {"kl_within_10_steps": _within(kl, 10)})]
     return f"KL {kl[0]:.2g} at the first step, {late:.2g} over the last third"
