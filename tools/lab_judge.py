@@ -28,7 +28,7 @@ def judge(run: LabRun, record: Mapping[str, Any], folder: Path) -> Row:
         return row | {"reason": record["reason"]}
     if record["reason"]:
         row["reason"] = record["reason"].splitlines()[0][:200]
-    live = _findings(record["doctor"])
+    live = ranked(_findings(record["doctor"]))
     row["by_parts"] = _named(live)
     if record["state"] == "refused":
         at_start = {"step": 0, "alarm": "refused before the first step", "cause": live[0].cause if live else ""}

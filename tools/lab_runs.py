@@ -47,7 +47,7 @@ FAULTS = (
     LabRun("wrong group layout", ("group_layout",), (faults.groups_tiled,)),
     LabRun("learning rate x 100", ("update_too_large",), (), {"optim.lr": 0.1}),
     LabRun(
-        "k3 overflow", ("loss_overflow",), (faults.k3_overflows,), {"optim.lr": 5e-3, "grpo.updates_per_rollout": 4}
+        "k3 overflow", ("loss_overflow",), (faults.k3_overflows,), {"optim.lr": 0.02, "grpo.updates_per_rollout": 4}
     ),
     LabRun("NaN weights", ("non_finite",), (faults.nan_after(12),)),
     LabRun("wrong tokenizer for decode", ("tokenizer_mismatch",), (faults.decoded_by_another,)),
@@ -64,8 +64,6 @@ _VARIANTS = (
         {"grpo.kl.coef": 0.05, "grpo.kl.estimator": "k2"},
     ),
     LabRun("loss sign inverted", ("loss_sign", "wrong_direction"), (faults.loss_sign,)),
-    LabRun("KL on padding, gspo", ("kl_outside_response",), (faults.padding_scored,), {"grpo.loss_type": "gspo"}),
-    LabRun("pad = EOS mask, full", ("end_not_trained",), (faults.ends_masked,), FULL),
     LabRun("KL gradient / ranks", ("coefficient_scaled",), (faults.kl_over_ranks(4),), {"grpo.kl.coef": 0.1}),
     LabRun("KL summed over ranks", ("coefficient_scaled",), (faults.kl_over_ranks(1 / 4),), {"grpo.kl.coef": 0.1}),
     LabRun("dropout 0.02", ("dropout",), (faults.dropout_of(0.02),)),
@@ -78,10 +76,9 @@ _VARIANTS = (
     LabRun("top-k 3 leaks in", ("filtered_sampling",), (faults.sampled_with(top_k=3),)),
     LabRun("rewards shifted", ("group_layout",), (faults.groups_shifted,)),
     LabRun("learning rate x 30", ("update_too_large",), (), {"optim.lr": 0.03}),
-    LabRun("NaN weights, full", ("non_finite",), (faults.nan_after(5),), FULL),
     LabRun("random reference", ("reference_differs",), (faults.reference_of(10.0),), FULL),
 )
-VARIANTS = tuple(replace(run, held_out=True, steps=min(run.steps, 60)) for run in _VARIANTS)
+VARIANTS = tuple(replace(run, held_out=True, steps=40) for run in _VARIANTS)
 """Run once nothing was changed any more."""
 
 

@@ -21,6 +21,7 @@ HEALTHY = {
     "surprise": 0.61,
     "scored_per_sampled": 1.0,
     "advantage_bias": 1e-7,
+    "rewards/judge/failed_fraction": 0.01,
     "text_unlike_ids": 0.0,
     "reward_mean": 0.4,
     "reward_std": 0.5,

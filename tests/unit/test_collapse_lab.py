@@ -56,6 +56,10 @@ def ids(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
     return [one.ids for one in completions]
 
 
+def drawn(completions: Sequence[Completion]) -> list[tuple[float, ...]]:
+    return [(*one.ids, *one.sampling_logps) for one in completions]
+
+
 def test_signs_and_coefficients_change_their_part_of_the_loss_alone(steps: Steps) -> None:
     healthy, _, _ = steps(away=0.1)
     kl = healthy["kl"] * 0.5
@@ -86,9 +90,9 @@ def test_before_any_update_each_fault_shows_where_it_should(steps: Steps) -> Non
     assert healthy["kl"] == 0 and healthy["sampling_logp_gap"] < 5e-6
 
     def of(*patches: Patch, **settings: Any) -> tuple[bool, bool, bool]:
-        """KL, gap, and whether other tokens were sampled."""
+        """KL, gap, and whether it was sampled from another distribution."""
         metrics, completions, _ = steps(*patches, **(full | settings))
-        return metrics["kl"] > 0, metrics["sampling_logp_gap"] > 1e-5, ids(completions) != ids(sampled)
+        return metrics["kl"] > 0, metrics["sampling_logp_gap"] > 1e-5, drawn(completions) != drawn(sampled)
 
     assert of(faults.dropout_of(0.1)) == (True, True, False)
     assert of(faults.trained_at_theta(100.0)) == (True, True, False), "its reference is an engine of its own"

@@ -42,6 +42,8 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "kl_sign": frozenset({"update_too_large", "outliers", "pull_too_strong"}),
     "no_gradient": frozenset({"kl_no_gradient"}),
     "reward_constant": frozenset({"nothing_to_choose", "no_gradient"}),
+    "fallback_reward": frozenset({"reward_fails"}),
+    "reward_fails": frozenset({"unscored"}),
     "group_layout": frozenset({"wrong_direction"}),
     "wrong_direction": frozenset({"stopped", "update_too_large"}),
     "update_too_large": frozenset(
