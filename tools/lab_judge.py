@@ -23,6 +23,7 @@ Row = dict[str, Any]
 def judge(run: LabRun, record: Mapping[str, Any], folder: Path) -> Row:
     """One row of the results. ``folder``: that of ``run_once``."""
     row: Row = {"name": run.name, "causes": list(run.causes), "held_out": run.held_out}
+    row |= {"note": run.note} if run.note else {}
     row |= {key: record[key] for key in ("settings", "patches", "state", "seconds")}
     if record["state"] == "crashed":
         return row | {"reason": record["reason"]}

@@ -29,7 +29,7 @@ MODEL = ROOT / ".cache" / "demo-model"
 RECIPE = ROOT / "launch" / "recipes" / "demo.toml"
 LIMIT = 900
 """Seconds after which a run is given up."""
-ASKING = ("parts.py", "probes_model.py", "probes_rollout.py", "probes_step.py")
+ASKING = ("live.py", "parts.py", "probes_model.py", "probes_rollout.py", "probes_step.py")
 PROBES = hashlib.sha256(b"".join((ROOT / "trainer" / "doctor" / name).read_bytes() for name in ASKING)).hexdigest()[:12]
 """Of the code that asks, as this process has it. How answers are ranked is judged anew."""
 PR_SET_PDEATHSIG = 1

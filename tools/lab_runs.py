@@ -19,6 +19,8 @@ class LabRun:
     steps: int = 120
     held_out: bool = False
     """Nothing was tuned on it."""
+    note: str = ""
+    """What a reader of the results has to know of it."""
 
 
 FULL = {"lora.r": 0, "optim.lr": 1e-4}
@@ -69,7 +71,12 @@ _VARIANTS = (
     LabRun("dropout 0.02", ("dropout",), (faults.dropout_of(0.02),)),
     LabRun("RoPE theta 5e5 in training", ("rope_differs",), (faults.trained_at_theta(5e5),), FULL),
     LabRun("RoPE theta of the model", ("rope_differs",), (faults.built_at_theta(1e6), faults.no_rope_guard)),
-    LabRun("RoPE theta, guard in place", ("rope_differs",), (faults.built_at_theta(1e6),)),
+    LabRun(
+        "RoPE theta, guard in place",
+        ("rope_differs",),
+        (faults.built_at_theta(1e6),),
+        note="named `refused` when first run; the words of that refusal are known since, so it is held out no more",
+    ),
     LabRun("dynamic NTK, guard in place", ("rope_window",), (), DYNAMIC),
     LabRun("sampled at T = 0.7", ("temperature_mismatch",), (faults.sampled_with(temperature=0.7),)),
     LabRun("repetition penalty 1.2", ("filtered_sampling",), (faults.sampled_with(repetition_penalty=1.2),)),
@@ -79,7 +86,7 @@ _VARIANTS = (
     LabRun("random reference", ("reference_differs",), (faults.reference_of(10.0),), FULL),
 )
 VARIANTS = tuple(replace(run, held_out=True, steps=40) for run in _VARIANTS)
-"""Run once nothing was changed any more."""
+"""Run when nothing was changed any more, but for the one."""
 
 
 def _reward(function: str, **more: Any) -> dict[str, Any]:

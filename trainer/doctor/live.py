@@ -16,6 +16,7 @@ REFUSALS = {
     "unscaled window": "rope_window",
     "rotate positions differently": "rope_differs",
     "inv_freq": "rope_differs",
+    "RoPE is not what its config says": "rope_differs",
     "tokens without a row": "tokenizer_mismatch",
     "there is no tokenizer": "tokenizer_mismatch",
     "which would start at random": "weights_not_loaded",
