@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tools import lab_faults as faults
-from tools.lab_run import Patch
+from tools.lab_models import SMALL_WINDOW
+from tools.lab_run import MODEL, Patch
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class LabRun:
 
 FULL = {"lora.r": 0, "optim.lr": 1e-4}
 """All weights, so that the reference is a copy."""
-DYNAMIC = {"model.name_or_path": str(faults.SMALL_WINDOW), "model.rope.type": "dynamic", "model.rope.factor": 4.0}
+DYNAMIC = {"model.name_or_path": str(SMALL_WINDOW), "model.rope.type": "dynamic", "model.rope.factor": 4.0}
 FAILING = {
     "name": "score",
     "kind": "python",
@@ -97,7 +98,7 @@ def _reward(function: str, **more: Any) -> dict[str, Any]:
 EXACT, DIGITS = _reward("exact_match"), _reward("tools.lab_rewards:digits")
 NEAR, CARRIED, EVEN = (_reward(f"tools.lab_rewards:{name}") for name in ("near", "carried", "even"))
 SHORT = _reward("length", limit=6, weight=0.2)
-HELD_OUT_EVAL = {"data.eval_source": str(faults.MODEL / "heldout.jsonl"), "eval.every": 20, "eval.num_generations": 1}
+HELD_OUT_EVAL = {"data.eval_source": str(MODEL / "heldout.jsonl"), "eval.every": 20, "eval.num_generations": 1}
 
 _HEALTHY: tuple[dict[str, Any], ...] = (
     {},
@@ -128,3 +129,26 @@ HEALTHY = tuple(
     LabRun(f"healthy {seed}", (), (), {"run.seed": seed, "data.seed": seed, **settings}, 60, seed > TUNED_HEALTHY)
     for seed, settings in enumerate(_HEALTHY, start=1)
 )
+
+TUNED = {
+    "alarm `collapse` (KL above half of watch.kl, reward down by half a standard deviation)": (
+        "learning rate x 100",
+        "k3 overflow",
+    ),
+    "doctor: a KL that grows by a factor a step is no wrong sign where the reward has risen": ("healthy 7",),
+    "doctor: another RoPE base is looked for where the model's own does not explain": ("dropout in the policy",),
+    "alarms `advantages`, `decoded_text`, `reward_failing`: made for runs that had no alarm": (
+        "wrong group layout",
+        "wrong tokenizer for decode",
+        "reward fallback 0.1",
+    ),
+    "doctor: which cause explains which other": (
+        "wrong RoPE theta",
+        "dynamic NTK beyond its window",
+        "wrong tokenizer for decode",
+        "reference from other weights",
+    ),
+    "doctor: words of a refusal, an alarm of a single step": ("dynamic NTK beyond its window", "KL on padding"),
+    "faults: sizes, so that text does break": ("KL sign inverted", "k3 overflow"),
+}
+"""What was set by looking at which runs. All else of the alarms and the doctor was set before any of them."""

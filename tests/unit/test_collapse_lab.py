@@ -16,7 +16,7 @@ import torch
 import trainer.update
 from tests.tiny_run import ragged, start, step, weights
 from tools import lab_faults as faults
-from tools import lab_rewards, lab_run
+from tools import lab_models, lab_rewards, lab_run
 from tools.collapse_lab import chosen, keep
 from tools.lab_run import Patch, run_once
 from tools.lab_runs import FAULTS, HEALTHY, VARIANTS
@@ -130,12 +130,12 @@ def test_numbers_that_are_none(steps: Steps, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_models_made_for_it(steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "MODEL", steps.folder / "model")
-    monkeypatch.setattr(faults, "SMALL_WINDOW", tmp_path / "window")
-    monkeypatch.setattr(faults, "OTHER_TOKENIZER", tmp_path / "tokenizer")
+    monkeypatch.setattr(lab_models, "MODEL", steps.folder / "model")
+    monkeypatch.setattr(lab_models, "SMALL_WINDOW", tmp_path / "window")
+    monkeypatch.setattr(lab_models, "OTHER_TOKENIZER", tmp_path / "tokenizer")
     before = (steps.folder / "model" / "config.json").read_text()
-    faults.make_models()
-    faults.make_models()
+    lab_models.make_models()
+    lab_models.make_models()
     assert (steps.folder / "model" / "config.json").read_text() == before
     assert json.loads((tmp_path / "window" / "config.json").read_text())["max_position_embeddings"] == 16
     (_, right, _), (_, other, _) = steps(), steps(faults.decoded_by_another)

@@ -114,6 +114,10 @@ CHANGED: dict[str, tuple[Change, str]] = {
         "none",
     ),
     "kl at once": (lambda row: {"kl": 0.9 if row["step"] > 4 else row["kl"]}, "update_too_large"),
+    "padding in one step": (
+        lambda row: {"scored_per_sampled": 1.2 if row["step"] == 7 else 1.0},
+        "kl_outside_response",
+    ),
     "reference moves": (lambda row: {"kl": 0.0}, "reference_moves"),
     "reward falls": (
         lambda row: {"reward_mean": 0.6 - 0.02 * row["step"], "kl": 0.0001 * row["step"] - 0.0001},

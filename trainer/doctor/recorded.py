@@ -118,6 +118,8 @@ def alarms(run: Recorded) -> Verdict:
         # The first steps move every number of a run; an alarm that is over may have been one of them.
         sure = 0.75 if alarm.alarm in standing else 0.4
         sure = {"grown_sure": 0.2, "pull_too_strong": 0.4, "leak": 0.6}.get(alarm.cause, sure)
+        if alarm.alarm in ("scored_tokens", "advantages", "decoded_text"):  # what one step has broken is broken
+            sure = 0.9
         evidence = {"alarm": alarm.alarm, "since_step": alarm.since, alarm.signal: alarm.value, "limit": alarm.limit}
         if alarm.baseline is not None:
             evidence["at_the_beginning"] = alarm.baseline
