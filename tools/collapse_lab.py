@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.lab_faults import make_models  # noqa: E402
 from tools.lab_judge import judge  # noqa: E402
+from tools.lab_models import make_models  # noqa: E402
 from tools.lab_run import MODEL, run_once  # noqa: E402
-from tools.lab_runs import FAULTS, HEALTHY, VARIANTS, LabRun  # noqa: E402
+from tools.lab_runs import FAULTS, HEALTHY, TUNED, VARIANTS, LabRun  # noqa: E402
 from tools.lab_table import page  # noqa: E402
 
 KEPT = ROOT / ".cache" / "lab" / "runs"
@@ -47,6 +47,7 @@ def main() -> None:
     rows = lab(chosen(arguments.runs), arguments.out, train=not arguments.judge)
     keep(rows, arguments.results)
     print(page(rows))
+    print("\n".join(f"- tuned: {what}; on {', '.join(runs)}." for what, runs in TUNED.items()))
 
 
 def chosen(words: Sequence[str]) -> list[LabRun]:
@@ -84,8 +85,9 @@ def keep(rows: Sequence[dict[str, Any]], file: Path) -> None:
     head = {
         "commit": subprocess.run(commit, capture_output=True, text=True, check=False).stdout.strip(),
         "seconds": round(sum(row["seconds"] for row in rows)),
+        "tuned": TUNED,
     }
-    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows).replace(f"{ROOT}/", "")
     file.write_text(json.dumps(head)[:-1] + ', "runs": [\n' + lines + "\n]}\n")
 
 

@@ -4,11 +4,8 @@ Whatever has a number has two of them: thresholds were looked at on one, and the
 end. What takes several ranks is done to one: what it makes of the coefficient is the same.
 """
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +15,12 @@ from torch.nn import functional
 import trainer.collect
 import trainer.engine
 import trainer.preflight.prepare
+import trainer.preflight.survey
 import trainer.rollout.decoder
 import trainer.train
 import trainer.update
-from tools.lab_run import MODEL, ROOT, Patch, Replace
+from tools import lab_models
+from tools.lab_run import Patch, Replace
 from trainer.algorithm.loss import Objective
 from trainer.batch import Completion
 from trainer.engine import ZeroEngine
@@ -31,9 +30,6 @@ from trainer.models.reference import Reference
 from trainer.rollout.decoder import Decoder
 from trainer.rollout.sampling import Sampler
 from trainer.state import State
-
-MADE = ROOT / ".cache" / "lab" / "models"
-SMALL_WINDOW, OTHER_TOKENIZER = MADE / "small-window", MADE / "other-tokenizer"
 
 
 def named(patch: Patch, **parameters: float) -> Patch:
@@ -173,8 +169,9 @@ def _inv_freq(like: Tensor, base: float) -> Tensor:
 
 
 def no_rope_guard(put: Replace) -> None:
-    """The hook that would refuse the run."""
-    put(trainer.preflight.prepare, "rope_guard", lambda context: [])
+    """The hook that would refuse the run, before its weights are read and before each rollout."""
+    for module in (trainer.preflight.survey, trainer.preflight.prepare):
+        put(module, "rope_guard", lambda context: [])
 
 
 def sampled_with(**settings: float) -> Patch:
@@ -240,7 +237,7 @@ def decoded_by_another(put: Replace) -> None:
     def other(*arguments: Any, **options: Any) -> Decoder:
         from transformers import AutoTokenizer
 
-        return replace(real(*arguments, **options), tokenizer=AutoTokenizer.from_pretrained(OTHER_TOKENIZER))
+        return replace(real(*arguments, **options), tokenizer=AutoTokenizer.from_pretrained(lab_models.OTHER_TOKENIZER))
 
     put(trainer.preflight.prepare, "make_decoder", other)
 
@@ -282,29 +279,3 @@ def gradients_in_fp16(scale: float) -> Patch:
         put(trainer.preflight.prepare, "load_policy", cast)
 
     return named(fp16_gradients, scale=scale)
-
-
-def make_models() -> None:
-    """Copies of the demo's model: one with a window that its prompts overrun, one with a tokenizer of other ids."""
-    for folder in (SMALL_WINDOW, OTHER_TOKENIZER):
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in MODEL.iterdir():
-            target = folder / file.name
-            target.unlink(missing_ok=True)
-            os.link(file, target)
-    _rewrite(SMALL_WINDOW / "config.json", lambda config: config | {"max_position_embeddings": 16})
-
-    def other_ids(tokenizer: dict[str, Any]) -> dict[str, Any]:
-        vocab = tokenizer["model"]["vocab"]
-        plain = [token for token in vocab if not token.startswith("<|")]
-        ids = [vocab[token] for token in plain]
-        tokenizer["model"]["vocab"] = vocab | dict(zip(plain, [*ids[5:], *ids[:5]], strict=True))
-        return tokenizer
-
-    _rewrite(OTHER_TOKENIZER / "tokenizer.json", other_ids)
-
-
-def _rewrite(file: Path, change: Any) -> None:
-    content = change(json.loads(file.read_text()))
-    file.unlink()  # it is a link to the demo's own
-    file.write_text(json.dumps(content))

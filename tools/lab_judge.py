@@ -23,12 +23,13 @@ Row = dict[str, Any]
 def judge(run: LabRun, record: Mapping[str, Any], folder: Path) -> Row:
     """One row of the results. ``folder``: that of ``run_once``."""
     row: Row = {"name": run.name, "causes": list(run.causes), "held_out": run.held_out}
+    row |= {"note": run.note} if run.note else {}
     row |= {key: record[key] for key in ("settings", "patches", "state", "seconds")}
     if record["state"] == "crashed":
         return row | {"reason": record["reason"]}
     if record["reason"]:
         row["reason"] = record["reason"].splitlines()[0][:200]
-    live = _findings(record["doctor"])
+    live = ranked(_findings(record["doctor"]))
     row["by_parts"] = _named(live)
     if record["state"] == "refused":
         at_start = {"step": 0, "alarm": "refused before the first step", "cause": live[0].cause if live else ""}

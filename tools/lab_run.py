@@ -29,6 +29,9 @@ MODEL = ROOT / ".cache" / "demo-model"
 RECIPE = ROOT / "launch" / "recipes" / "demo.toml"
 LIMIT = 900
 """Seconds after which a run is given up."""
+ASKING = ("live.py", "parts.py", "probes_model.py", "probes_rollout.py", "probes_step.py")
+PROBES = hashlib.sha256(b"".join((ROOT / "trainer" / "doctor" / name).read_bytes() for name in ASKING)).hexdigest()[:12]
+"""Of the code that asks, as this process has it. How answers are ranked is judged anew."""
 PR_SET_PDEATHSIG = 1
 """Linux: a child goes with its parent."""
 
@@ -80,8 +83,8 @@ def run_once(
     if any(known.get(key) != value for key, value in asked.items()) or known["state"] == "crashed":
         known = asked | _train(asked, patches, folder)
         file.write_text(json.dumps(known, indent=1) + "\n")
-    if doctor and known.get("asked_by") != (probes := _probes()) and known["state"] != "crashed":
-        known |= {"doctor": _ask(patches, folder), "asked_by": probes}
+    if doctor and known.get("asked_by") != PROBES and known["state"] != "crashed":
+        known |= {"doctor": _ask(patches, folder), "asked_by": PROBES}
         file.write_text(json.dumps(known, indent=1) + "\n")
     return known
 
@@ -96,12 +99,6 @@ def run_file(settings: Mapping[str, Any], steps: int, run_dir: Path) -> str:
             table = table.setdefault(part, {})
         table[last] = value
     return tomli_w.dumps(tree)
-
-
-def _probes() -> str:
-    """Of the doctor's code."""
-    code = b"".join(file.read_bytes() for file in sorted((ROOT / "trainer" / "doctor").glob("*.py")))
-    return hashlib.sha256(code).hexdigest()[:12]
 
 
 def import_everything() -> None:

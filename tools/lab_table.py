@@ -103,6 +103,7 @@ def totals(rows: Sequence[Row]) -> str:
             f"- {title}: {len(chosen)}; alarmed {alarmed}; called ill by the doctor {named}; findings by rlprobe in "
             f"{loud['rlprobe']}, by rldoctor in {loud['rldoctor']}."
         )
+    lines += [f"- {row['name']}: {row['note']}." for row in rows if row.get("note")]
     return "\n".join(lines)
 
 

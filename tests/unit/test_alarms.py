@@ -20,6 +20,9 @@ HEALTHY = {
     "entropy": 0.6,
     "surprise": 0.61,
     "scored_per_sampled": 1.0,
+    "advantage_bias": 1e-7,
+    "rewards/judge/failed_fraction": 0.01,
+    "text_unlike_ids": 0.0,
     "reward_mean": 0.4,
     "reward_std": 0.5,
     "top_token_share": 0.1,
@@ -48,8 +51,12 @@ BREAKS: dict[str, tuple[Row, int]] = {
     "garble_rising": ({"garble_rate": 0.2}, 3),
     "sampling_gap": ({"sampling_logp_gap": 0.2}, 3),
     "kl": ({"kl": 2.1, "kl_std": 3.0}, 3),
+    "collapse": ({"kl": 1.1, "kl_std": 2.0, "reward_mean": 0.1}, 1),
     "kl_ranks": ({"kl": 0.1, "kl_std": 0.2, "kl_rank_min": 0.02, "kl_rank_max": 0.2}, 20),
     "scored_tokens": ({"scored_per_sampled": 1.01}, 1),
+    "advantages": ({"advantage_bias": 0.3}, 1),
+    "decoded_text": ({"text_unlike_ids": 0.1}, 1),
+    "reward_failing": ({"rewards/judge/failed_fraction": 0.3}, 3),
     "surprise": ({"surprise": 0.8}, 10),
     "entropy_collapse": ({"entropy": 0.1, "surprise": 0.1}, 10),
     "entropy_rise": ({"entropy": 1.8, "surprise": 1.8}, 3),
@@ -190,7 +197,7 @@ def test_levels() -> None:
     assert told(quiet, [{}] * 10) == []
     every = [change for change, _ in BREAKS.values()]
     found = {alarm.alarm for i, change in enumerate(every) for alarm in told(quiet, [change] * 60, 60 * i + 11)}
-    assert {"garble"} <= found <= {"garble", "scored_tokens", "sampling_gap", "kl"}
+    assert {"garble"} <= found <= {"garble", "scored_tokens", "advantages", "decoded_text", "sampling_gap", "kl"}
 
 
 @pytest.mark.parametrize("key", LEVELS)

@@ -16,7 +16,7 @@ import torch
 import trainer.update
 from tests.tiny_run import ragged, start, step, weights
 from tools import lab_faults as faults
-from tools import lab_rewards, lab_run
+from tools import lab_models, lab_rewards, lab_run
 from tools.collapse_lab import chosen, keep
 from tools.lab_run import Patch, run_once
 from tools.lab_runs import FAULTS, HEALTHY, VARIANTS
@@ -56,6 +56,10 @@ def ids(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
     return [one.ids for one in completions]
 
 
+def drawn(completions: Sequence[Completion]) -> list[tuple[float, ...]]:
+    return [(*one.ids, *one.sampling_logps) for one in completions]
+
+
 def test_signs_and_coefficients_change_their_part_of_the_loss_alone(steps: Steps) -> None:
     healthy, _, _ = steps(away=0.1)
     kl = healthy["kl"] * 0.5
@@ -83,12 +87,12 @@ def test_masks_score_more_or_fewer_tokens_than_were_sampled(steps: Steps) -> Non
 def test_before_any_update_each_fault_shows_where_it_should(steps: Steps) -> None:
     full = {"lora__r": 0}
     healthy, sampled, _ = steps(**full)
-    assert healthy["kl"] == 0 and healthy["sampling_logp_gap"] < 1e-4
+    assert healthy["kl"] == 0 and healthy["sampling_logp_gap"] < 5e-6
 
     def of(*patches: Patch, **settings: Any) -> tuple[bool, bool, bool]:
-        """KL, gap, and whether other tokens were sampled."""
+        """KL, gap, and whether it was sampled from another distribution."""
         metrics, completions, _ = steps(*patches, **(full | settings))
-        return metrics["kl"] > 1e-6, metrics["sampling_logp_gap"] > 1e-4, ids(completions) != ids(sampled)
+        return metrics["kl"] > 0, metrics["sampling_logp_gap"] > 1e-5, drawn(completions) != drawn(sampled)
 
     assert of(faults.dropout_of(0.1)) == (True, True, False)
     assert of(faults.trained_at_theta(100.0)) == (True, True, False), "its reference is an engine of its own"
@@ -126,12 +130,12 @@ def test_numbers_that_are_none(steps: Steps, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_models_made_for_it(steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "MODEL", steps.folder / "model")
-    monkeypatch.setattr(faults, "SMALL_WINDOW", tmp_path / "window")
-    monkeypatch.setattr(faults, "OTHER_TOKENIZER", tmp_path / "tokenizer")
+    monkeypatch.setattr(lab_models, "MODEL", steps.folder / "model")
+    monkeypatch.setattr(lab_models, "SMALL_WINDOW", tmp_path / "window")
+    monkeypatch.setattr(lab_models, "OTHER_TOKENIZER", tmp_path / "tokenizer")
     before = (steps.folder / "model" / "config.json").read_text()
-    faults.make_models()
-    faults.make_models()
+    lab_models.make_models()
+    lab_models.make_models()
     assert (steps.folder / "model" / "config.json").read_text() == before
     assert json.loads((tmp_path / "window" / "config.json").read_text())["max_position_embeddings"] == 16
     (_, right, _), (_, other, _) = steps(), steps(faults.decoded_by_another)

@@ -110,8 +110,19 @@ CHANGED: dict[str, tuple[Change, str]] = {
     "dropout": (lambda row: {"kl": row["kl"] + 0.02, "sampling_logp_gap": 0.15}, "dropout"),
     "dynamic rope": (lambda row: {"sampling_logp_gap": 0.3}, "sampling_differs"),
     "coefficient / ranks": (lambda row: {"kl_coef": 0.01}, "coefficient_scaled"),
-    "kl runs away": (lambda row: {"kl": 1e-6 * 1.7 ** row["step"] if row["step"] > 1 else 0.0}, "kl_sign"),
+    "kl runs away": (
+        lambda row: {"kl": 1e-6 * 1.7 ** row["step"] if row["step"] > 1 else 0.0, "reward_mean": 0.3},
+        "kl_sign",
+    ),
+    "kl runs away, with the reward": (
+        lambda row: {"kl": 3e-8 * 1.7 ** row["step"] if row["step"] > 1 else 0.0},
+        "none",
+    ),
     "kl at once": (lambda row: {"kl": 0.9 if row["step"] > 4 else row["kl"]}, "update_too_large"),
+    "padding in one step": (
+        lambda row: {"scored_per_sampled": 1.2 if row["step"] == 7 else 1.0},
+        "kl_outside_response",
+    ),
     "reference moves": (lambda row: {"kl": 0.0}, "reference_moves"),
     "reward falls": (
         lambda row: {"reward_mean": 0.6 - 0.02 * row["step"], "kl": 0.0001 * row["step"] - 0.0001},

@@ -23,10 +23,6 @@ CAUSES: dict[str, Cause] = watch.CAUSES | {
         "the loss is finite and its gradient is not: it overflows in the backward pass",
         "hold gradients in bf16 or fp32 (model.dtype), not in fp16; with a loss scale of your own, lower it",
     ),
-    "tokenizer_mismatch": Cause(
-        "tokenizer and weights do not belong together: ids mean other texts to the model than to the tokenizer",
-        "put tokenizer files and weights of one model into model.name_or_path, and decode with that tokenizer",
-    ),
     "weights_not_loaded": Cause(
         "the model knows no more of its prompts than chance: its weights are random, not those of the checkpoint",
         "check that model.name_or_path is the trained checkpoint and holds all its weights",
@@ -79,17 +75,9 @@ CAUSES: dict[str, Cause] = watch.CAUSES | {
         "tokens are sampled at another temperature than they are scored at",
         "divide the logits by rollout.temperature in sampling, policy, old policy and reference alike",
     ),
-    "group_layout": Cause(
-        "advantages do not compare the completions of one prompt with each other",
-        "keep the completions of a prompt in one group, in the order in which rewards come back",
-    ),
     "reward_constant": Cause(
         "the reward is the same for every completion: nothing to compare, nothing to learn",
         "read completions beside their rewards; give partial credit, or take prompts that the model sometimes solves",
-    ),
-    "reward_fails": Cause(
-        "the reward fails or is no finite number on completions of this model",
-        "mend the reward function on the completions shown; None is the answer where it does not apply",
     ),
     "unscored": Cause(
         "many completions have no reward, so groups are small and their statistics are noise",

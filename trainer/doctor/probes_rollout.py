@@ -193,8 +193,11 @@ def sampling(parts: Parts) -> Finding | str:
     if used[0] != used[1] and left < 0.3 * gap:
         return Finding("temperature_mismatch", 0.95, evidence)
     for which, name in ((scored, "scored_at_rope_theta"), (sampled, "sampled_at_rope_theta")):
+        by_own = float((curve[wanted] - which).abs().mean())
+        if by_own < 0.3 * gap:  # it is the other one that is wrong
+            continue
         base, apart = _base_of(parts, which)
-        if apart < 0.1 * gap:
+        if apart < 0.1 * by_own:
             return Finding("rope_differs", 0.95, evidence | {name: base, "left_at_this": apart})
     return Finding("sampling_differs", 0.8, evidence)
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from trainer.algorithm.schedules import kl_coefficient
 from trainer.doctor.finding import Diagnosis, Finding, ranked
+from trainer.doctor.recorded_kl import KL_CHECKS
 from trainer.doctor.recorded_rollouts import ROLLOUT_CHECKS
 from trainer.doctor.records import ENOUGH, Recorded, Row, Verdict
 from trainer.watch.alarms import Alarms
@@ -108,33 +109,6 @@ def coefficient(run: Recorded) -> Verdict:
     return f"grpo.kl.coef as configured ({kl.schedule})"
 
 
-def response_alone(run: Recorded) -> Verdict:
-    """KL of tokens that nobody sampled: measured in every step, and 0 but for a mask that is wrong."""
-    found = {row["step"]: row["kl_outside_response"] for row in run.metrics if "kl_outside_response" in row}
-    if not found:
-        return ""
-    step = max(found, key=lambda at: found[at])
-    if found[step] > 0:
-        return [Finding("kl_outside_response", 0.97, {"step": step, "kl_outside_response": found[step]})]
-    return f"KL of tokens that nobody sampled: 0 in each of {len(found)} steps"
-
-
-def document_readings(run: Recorded) -> Verdict:
-    """The document's three readings of a KL histogram, each beside what it wants to know, measured."""
-    low, high, first = run.last("kl_rank_min"), run.last("kl_rank_max"), run.first("kl")
-    outside = run.last("kl_outside_response")
-    measured = (
-        f"padding: KL outside the response {'unknown' if outside is None else f'{outside:.2g}'}",
-        f"dropout: KL at step 1 {'unknown' if first is None else f'{first:.2g}'}",
-        f"ranks: {'one' if low is None or high is None else f'KL from {low:.3g} to {high:.3g}'}",
-    )
-    said = [
-        f"{one['reading']}: {'yes' if one['holds'] else 'no'} ({one['numbers']}); {fact}"
-        for one, fact in zip(run.histogram.get("readings", []), measured, strict=False)
-    ]
-    return f"of step {run.histogram['step']}: " + " | ".join(said) if said else ""
-
-
 def alarms(run: Recorded) -> Verdict:
     """What the alarms of the run's own settings say of its metrics; most sure of those that stand at the end."""
     machine = Alarms.of(run.config)
@@ -145,6 +119,8 @@ def alarms(run: Recorded) -> Verdict:
         # The first steps move every number of a run; an alarm that is over may have been one of them.
         sure = 0.75 if alarm.alarm in standing else 0.4
         sure = {"grown_sure": 0.2, "pull_too_strong": 0.4, "leak": 0.6}.get(alarm.cause, sure)
+        if alarm.alarm in ("scored_tokens", "advantages", "decoded_text"):  # what one step has broken is broken
+            sure = 0.9
         evidence = {"alarm": alarm.alarm, "since_step": alarm.since, alarm.signal: alarm.value, "limit": alarm.limit}
         if alarm.baseline is not None:
             evidence["at_the_beginning"] = alarm.baseline
@@ -201,7 +177,9 @@ def direction(run: Recorded) -> Verdict:
     evidence = {"kl_by_thirds": [early, middle, late], "kl_coef": run.last("kl_coef"), "lr": max(steps, default=0.0)}
     # From a third to the next t^2 grows 9 times, then 2.8 times.
     if late > 0.01 and early > 0 and late > 4 * middle and late / middle > 0.5 * middle / early:
-        return [Finding("kl_sign", 0.6 if run.last("kl_coef") else 0.3, evidence)]
+        # Where the reward has risen on the way, it is the reward that pulls.
+        pulled = run.last("kl_coef") and not _risen(run.first("reward_mean"), run.last("reward_mean"))
+        return [Finding("kl_sign", 0.6 if pulled else 0.3, evidence)]
     if _within(kl, 10) > 0.5:
         return [Finding("update_too_large", 0.7, evidence | {"kl_within_10_steps": _within(kl, 10)})]
     return f"KL {kl[0]:.2g} at the first step, {late:.2g} over the last third"
@@ -274,8 +252,7 @@ def lengths(run: Recorded) -> Verdict:
 CHECKS: tuple[Callable[[Recorded], Verdict], ...] = (
     end_of_run,
     before_any_update,
-    response_alone,
-    document_readings,
+    *KL_CHECKS,
     coefficient,
     garble,
     direction,

@@ -14,11 +14,15 @@ REPEATED_EVERY = 50
 """Steps after which an alarm that still stands is told again."""
 CLEARED_AFTER = 10
 """Steps in a row within the limit that end an alarm."""
-UNMENDED = ("garbled_from_start", "kl_at_start", "sampling_gap", "scored_tokens", "surprise", "memory")
+UNMENDED = (
+    *("garbled_from_start", "kl_at_start", "sampling_gap", "scored_tokens", "surprise"),
+    *("advantages", "decoded_text", "reward_failing", "memory"),
+)
 """Alarms of what older weights have as well: a rollback is none of their answers."""
-AT_STEP_1 = {"garble_rate": "garble_rate", "kl_at_step_1": "kl"}
-"""What of the beginning is of its first step alone, before any update; by the metric's key."""
-SUBSUMED = {"garble_rising": "garble"}
+UNFINISHED = ("garble_rate", "kl_at_step_1", "reward_mean", "reward_std")
+"""What rules read of a beginning that is not over: its first step's, since medians of two steps would move under the
+alarm."""
+SUBSUMED = {"garble_rising": "garble", "kl": "collapse"}
 """An alarm that says nothing beside another, of the same cause and further on."""
 
 
@@ -101,10 +105,14 @@ class Alarms:
         self.standings = {name: Standing(**one) for name, one in progress["standings"].items()}
 
     def beginning(self) -> dict[str, float]:
-        """Medians of the first steps; of garble rate and KL what the model came with, before any update."""
+        """Medians of the first steps; of garble rate and KL what the model came with, before any update. Before the
+        first steps are over, the first one."""
+        first = {("kl_at_step_1" if key == "kl" else key): value for key, value in self.first[0].items()}
+        if len(self.first) < self.settings.baseline_steps:
+            return first
         keys = {key for row in self.first for key in row}
         medians = {key: statistics.median(row[key] for row in self.first if key in row) for key in sorted(keys)}
-        return medians | {name: self.first[0][key] for name, key in AT_STEP_1.items() if key in self.first[0]}
+        return medians | {key: value for key, value in first.items() if key in ("garble_rate", "kl_at_step_1")}
 
     def look(self, step: int, row: Numbers) -> list[Alarm]:
         """What is to be told after a step; to be asked once a step, with its metrics."""
@@ -113,11 +121,10 @@ class Alarms:
         if len(self.first) < self.settings.baseline_steps:
             self.first.append(dict(row))
         begin, known = self.beginning(), len(self.first) >= self.settings.baseline_steps
+        seen = begin if known else {key: value for key, value in begin.items() if key in UNFINISHED}
         limits = self.settings.limits()
         told = []
         for rule in RULES:
-            # Of an unfinished beginning only step 1 is one: medians of two steps would move under the alarm.
-            seen = begin if known else {key: value for key, value in begin.items() if key in AT_STEP_1}
             wanted = (known or rule.at_once) and not (rule.relative and self.settings.level == "quiet")
             reading = rule.read(row, seen, limits) if wanted else None
             if reading is not None and (event := self._moved(rule, step, reading)):

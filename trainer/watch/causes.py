@@ -99,6 +99,18 @@ CAUSES: dict[str, Cause] = {
         "rollout.repetition_penalty = 1, top_p = 1, top_k = 0, min_p = 0; set all of them explicitly, or the "
         "checkpoint's generation_config.json fills them in",
     ),
+    "tokenizer_mismatch": Cause(
+        "tokenizer and weights do not belong together: ids mean other texts to the model than to the tokenizer",
+        "put tokenizer files and weights of one model into model.name_or_path, and decode with that tokenizer",
+    ),
+    "group_layout": Cause(
+        "advantages do not compare the completions of one prompt with each other",
+        "keep the completions of a prompt in one group, in the order in which rewards come back",
+    ),
+    "reward_fails": Cause(
+        "the reward fails or is no finite number on completions of this model",
+        "mend the reward function on the completions shown; None is the answer where it does not apply",
+    ),
 }
 
 
@@ -107,7 +119,7 @@ def suspected(alarm: str, row: Mapping[str, float], begin: Mapping[str, float]) 
     if alarm in FIXED_CAUSES:
         return FIXED_CAUSES[alarm]
     if alarm == "scored_tokens":
-        return "kl_outside_response" if row["scored_per_sampled"] > 1 else "end_not_trained"
+        return "kl_outside_response" if row.get("scored_per_sampled", 2.0) > 1 else "end_not_trained"
     if alarm == "kl_at_start":
         # Only policy and reference differ, or any two passes do.
         return "dropout" if begin.get("sampling_logp_gap", 0.0) > 0.01 else "reference_differs"
@@ -126,6 +138,9 @@ FIXED_CAUSES = {
     "garbled_from_start": "not_from_training",
     "sampling_gap": "sampling_differs",
     "surprise": "filtered_sampling",
+    "advantages": "group_layout",
+    "decoded_text": "tokenizer_mismatch",
+    "reward_failing": "reward_fails",
     "kl_ranks": "ranks_differ",
     "kl_outliers": "outliers",
     "reward_kl_ratio": "pull_too_strong",

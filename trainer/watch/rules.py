@@ -91,11 +91,23 @@ def garbled_from_start(row: Numbers, begin: Numbers, limits: Numbers) -> Reading
     return Reading(value, entry, begin["garble_rate"], min(value, begin["garble_rate"]) >= entry, value < entry / 2)
 
 
-def scored_tokens(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
-    """Exactly the sampled tokens are scored, at every step of any run."""
-    if (value := row.get("scored_per_sampled")) is None:
-        return None
-    return Reading(value, 1.0, None, value != 1, value == 1)
+def exactly(signal: str, right: float, *, within: float = 0.0) -> Read:
+    """An invariant of the trainer's own: at every step of any run."""
+
+    def read(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+        if signal not in row:
+            return None
+        value = row[signal]
+        off = abs(value - right) > within
+        return Reading(value, right, None, off, not off)
+
+    return read
+
+
+def reward_failing(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    shares = [value for key, value in row.items() if key.endswith("/failed_fraction")]
+    value = max(shares, default=0.0)
+    return Reading(value, 0.2, None, value > 0.2, value < 0.1) if shares else None
 
 
 def kl_at_start(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
@@ -120,6 +132,14 @@ def kl(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
         return None
     limit = limits["kl"] / 10 if reward_change(row, begin) < -0.25 else limits["kl"]
     return Reading(row["kl"], limit, None, row["kl"] > limit, row["kl"] < limit / 2)
+
+
+def collapse(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Far from the reference with the reward gone: two signs at once need no patience."""
+    if "kl" not in row:
+        return None
+    limit, lost = limits["kl"] / 2, reward_change(row, begin)
+    return Reading(row["kl"], limit, None, row["kl"] > limit and lost < -0.5, row["kl"] < limit / 2 or lost > -0.25)
 
 
 def below(signal: str, floor: Callable[[Numbers, Numbers], float]) -> Read:
@@ -180,9 +200,13 @@ RULES = (
     Rule("garble", "garble_rate", garble, patience=2, at_once=True),
     Rule("garble_rising", "garble_rate", garble_rising, patience=3, at_once=True),
     Rule("sampling_gap", "sampling_logp_gap", above("sampling_logp_gap", lambda _, at: at["sampling_gap"]), 3, True),
-    Rule("scored_tokens", "scored_per_sampled", scored_tokens, patience=1, at_once=True),
+    Rule("scored_tokens", "scored_per_sampled", exactly("scored_per_sampled", 1.0), patience=1, at_once=True),
+    Rule("advantages", "advantage_bias", exactly("advantage_bias", 0.0, within=0.01), patience=1, at_once=True),
+    Rule("decoded_text", "text_unlike_ids", exactly("text_unlike_ids", 0.0), patience=1, at_once=True),
+    Rule("reward_failing", "rewards/*/failed_fraction", reward_failing, patience=3, at_once=True, relative=True),
     Rule("kl_at_start", "kl at step 1", kl_at_start, patience=1, at_once=True),
     Rule("surprise", "surprise - entropy", surprise, patience=10, at_once=True, relative=True),
+    Rule("collapse", "kl", collapse, patience=1, at_once=True),
     Rule("kl", "kl", kl, patience=3, at_once=True),
     Rule("kl_ranks", "kl_rank_max / kl_rank_min", kl_ranks, patience=20, relative=True),
     Rule("kl_outliers", "kl_std / kl", kl_outliers, patience=3),

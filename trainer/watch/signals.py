@@ -17,7 +17,8 @@ SLOPE_STEPS, FEWEST_OF_A_SLOPE = 50, 20
 
 
 def measure_text(completions: Sequence[Completion], sums: Sums, tokenizer: PreTrainedTokenizerBase) -> None:
-    """``garble_rate`` and each of its parts as a share of this rank's completions, and ``repetition``, their mean."""
+    """``garble_rate`` and each of its parts as a share of this rank's completions, ``repetition``, their mean, and
+    ``text_unlike_ids``: texts that the policy's own tokenizer does not make of their ids."""
     for completion, parts in zip(completions, garbles(completions, tokenizer), strict=True):
         broken = broken_parts(parts)
         sums.add("garble_rate", bool(broken), 1)
@@ -25,6 +26,9 @@ def measure_text(completions: Sequence[Completion], sums: Sums, tokenizer: PreTr
             sums.add(f"garble/{name}", name in broken, 1)
         if len(completion.ids) >= 8:
             sums.add("repetition", repetition(completion.ids), 1)
+    for completion in (one for one in completions if one.generation == 0):  # one of each prompt is enough
+        text = str(tokenizer.decode(list(completion.ids), skip_special_tokens=True))
+        sums.add("text_unlike_ids", text != completion.text, 1)
 
 
 def garbles(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, float]]:
