@@ -15,6 +15,7 @@ import torch
 import trainer.train
 from tests.tiny import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import PROMPTS, distance, start, step, weights, write_run
+from trainer.__main__ import main
 from trainer.checkpoint.save import Checkpoints
 from trainer.errors import Stopped
 from trainer.measure import step_metrics
@@ -334,3 +335,20 @@ def test_the_kl_of_the_ranks_has_a_lowest_and_a_highest() -> None:
         metrics = step_metrics(world, mine, {"update": 1.0}, 2**30)
         assert metrics["kl"] == pytest.approx(0.25)
         assert (metrics["kl_rank_min"], metrics["kl_rank_max"]) == pytest.approx((0.1, 0.3))
+
+
+def test_a_run_that_was_killed_after_a_rollback_does_not_draw_the_old_samples(
+    run_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its newest checkpoint is from before the rollback, whose records lie beside it."""
+    one = ["train", "run.toml", "--checkpoint.every", "1", "--engine.device", "cpu"]
+    assert main([*one, "--run.steps", "1"]) == 0
+    tries = []
+    for number in range(3):
+        run_dir = run_here / f"out{number}"
+        shutil.copytree(run_here / "out", run_dir)
+        if number == 2:
+            (run_dir / "rolled-back-1").mkdir()
+        assert main([*one, "--run.steps", "2", "--run.dir", str(run_dir), "--resume", "auto"]) == 0
+        tries.append([row["completion_ids"] for row in recorded(run_dir / "rollouts", "step-000002.jsonl")])
+    assert tries[0] == tries[1] != tries[2]
