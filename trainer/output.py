@@ -116,7 +116,7 @@ class Output:
         message = (
             f"after step {alarm.step} the run has gone back to step {step}, rollback {rollbacks}: weights, optimizer, "
             "random generators, learning rate and KL coefficient are as they were then. What changes: samples are "
-            f"drawn with seed {seed} (run.seed + {rollbacks}). Records of the steps after {step} lie in {aside.name}"
+            f"drawn with seed {seed} (run.seed + {rollbacks}). What came after step {step} lies in {aside.name}"
         )
         words = {"event": "rolled_back", "step": step, "count": rollbacks, "from_step": alarm.step, "message": message}
         self.directory.append_alarm(alarm.record() | words)

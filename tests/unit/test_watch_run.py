@@ -194,7 +194,9 @@ def test_a_collapse_is_rolled_back_and_tried_with_other_samples(
     folders = [run_dir / f"rolled-back-{number}" for number in (1, 2, 3)]
     for number, (one, aside) in enumerate(zip(back, folders, strict=True), 1):
         gone = recorded(aside, "metrics.jsonl")
-        assert [row["step"] for row in gone] == list(range(one["step"] + 1, one["from_step"] + 1))
+        assert [row["step"] for row in gone] == list(range(1, one["from_step"] + 1)), "the run as it was"
+        files = [int(file.stem[5:]) for file in sorted((aside / "rollouts").glob("step-*"))]
+        assert files == list(range(one["step"] + 1, one["from_step"] + 1)), "its later files"
         assert gone[-1]["garble_rate"] >= 0.4 and recorded(aside, "alarms.jsonl")[-1]["alarm"] == "garble"
         assert f"seed {number} (run.seed + {number})" in one["message"] and aside.name in one["message"]
         # The first step that was done again, as it was before and as it is where it stands now.

@@ -94,7 +94,8 @@ class RunDirectory:
             file.unlink()
 
     def set_aside(self, step: int) -> Path:
-        """Moves the records of later steps to ``rolled-back-1`` (2, ...), which can be looked at as a run can.
+        """Moves the files of later steps to ``rolled-back-1`` (2, ...), with all metrics and alarms as they are: the run
+        as it was, to be looked at; takes their lines back here.
 
         In this order, since a kill may come at any moment: the run that is resumed makes them again.
         """
@@ -102,11 +103,9 @@ class RunDirectory:
         beside = aside.with_name(f".{aside.name}")
         shutil.rmtree(beside, ignore_errors=True)
         (beside / "rollouts").mkdir(parents=True)
-        for name in ("config.toml", "rollouts/vocabulary.json"):
-            shutil.copy(self.path / name, beside / name)
-        for name in LINES:
-            later = [row for row in read_lines(self.path / name) if row["step"] > step]
-            (beside / name).write_text("".join(json.dumps(row) + "\n" for row in later), encoding="utf-8")
+        for name in ("config.toml", "rollouts/vocabulary.json", *LINES):
+            if (self.path / name).exists():
+                shutil.copy(self.path / name, beside / name)
         for file in self._files_after(step):
             (beside / file.parent.name).mkdir(exist_ok=True)
             os.rename(file, beside / file.parent.name / file.name)
