@@ -110,13 +110,12 @@ class Output:
         say(preflight_block(self._untold()))
 
     def go_back(self, step: int, alarm: Alarm, rollbacks: int) -> None:
-        """Before the run goes on again after ``step``: sets the records of later steps aside, and says why, and what
-        changes. Of rank 0."""
+        """Before the run goes on again after ``step``: sets later records aside, says why and what changes. Rank 0."""
         aside, seed = self.directory.set_aside(step), self.config.run.seed + rollbacks
         message = (
             f"after step {alarm.step} the run has gone back to step {step}, rollback {rollbacks}: weights, optimizer, "
             "random generators, learning rate and KL coefficient are as they were then. What changes: samples are "
-            f"drawn with seed {seed} (run.seed + {rollbacks}). What came after step {step} lies in {aside.name}"
+            f"drawn with seed {seed} (run.seed + {rollbacks}). What came after step {step} is in {aside.name}"
         )
         words = {"event": "rolled_back", "step": step, "count": rollbacks, "from_step": alarm.step, "message": message}
         self.directory.append_alarm(alarm.record() | words)
