@@ -94,8 +94,8 @@ class RunDirectory:
             file.unlink()
 
     def set_aside(self, step: int) -> Path:
-        """Moves the files of later steps to ``rolled-back-1`` (2, ...), with all metrics and alarms: the run as it was, to
-        be looked at. Takes their lines back here.
+        """Moves the files of later steps to ``rolled-back-1`` (2, ...), with all metrics and alarms: the run as it was.
+        Takes their lines back here.
 
         In this order, since a kill may come at any moment: the run that is resumed makes them again.
         """
