@@ -25,7 +25,8 @@ def sample(state: State, groups: list[Group]) -> list[Completion]:
     """G completions of each prompt: decoded, or read from ``rollout.replay``."""
     if state.config.rollout.replay:
         return recorded(state)
-    return state.decoder.generate(groups, step=state.step, generations=state.config.rollout.num_generations)
+    generations = state.config.rollout.num_generations
+    return state.decoder.generate(groups, step=state.step, generations=generations, more_seed=state.rollbacks)
 
 
 def recorded(state: State) -> list[Completion]:

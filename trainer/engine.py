@@ -127,7 +127,7 @@ class ZeroEngine:
         )
 
     def load(self, folder: Path) -> bool:
-        """What ``save`` wrote, into an engine that has not trained yet, of as many ranks and the same stage.
+        """What ``save`` wrote, into an engine between two steps, of as many ranks and the same stage.
 
         DeepSpeed unpickles the files: verify them first. Its module is loaded without strictness for the frozen
         weights alone; that all trained ones are there, the manifest says. False: there was nothing.

@@ -38,12 +38,22 @@ def measure_rollout(completions: Sequence[Completion], sums: Sums) -> None:
     for name in sorted({name for c in completions for name in c.rewards}):
         parts = [value for c in completions if (value := c.rewards.get(name)) is not None]
         sums.add(f"reward/{name}", sum(parts), len(parts))
+    sums_of = per_group_sums(completions)
+    sums.add("advantage_bias", sum(map(abs, sums_of)), sum(abs(c.advantage) for c in completions))
     if scored:
         groups = [c.group for c in scored]
         _, std, _ = group_statistics(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups))
         spread = dict(zip(groups, std.tolist(), strict=True))
         sums.add("zero_std_fraction", sum(value == 0 for value in spread.values()), len(spread))
         sums.add("reward_group_std", sum(spread.values()), len(spread))
+
+
+def per_group_sums(completions: Sequence[Completion]) -> list[float]:
+    """Of the advantages of each prompt's completions: 0, whatever baseline and scale."""
+    found: dict[int, float] = {}
+    for completion in completions:
+        found[completion.group] = found.get(completion.group, 0.0) + completion.advantage
+    return list(found.values())
 
 
 def all_reduced(world: World, sums: Sums) -> Sums:

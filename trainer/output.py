@@ -33,8 +33,8 @@ from trainer.record.run_dir import RunDirectory, RunState
 from trainer.record.samples import picked, sample_lines, sample_text
 from trainer.record.trackers import Trackers
 from trainer.state import State
-from trainer.watch.alarms import Alarm, Alarms
-from trainer.watch.signals import evidence, in_words
+from trainer.watch.alarms import REPEATED_EVERY, Alarm, Alarms
+from trainer.watch.signals import evidence, garble_of_row, in_words
 
 KL_LINE_EVERY = 100
 """Steps between lines with the spread of the KL, as the user's document prints them."""
@@ -55,7 +55,9 @@ class Output:
         self.seconds: list[float] = []
         self.first_steps = FirstSteps(state.steps)
         self.evaluations: list[Evaluation] = []
-        self.alarms = Alarms(state.config.watch, replays=bool(state.config.rollout.replay))
+        self.alarms = Alarms.of(state.config)
+        self.explained: dict[str, tuple[str, int]] = {}
+        """Cause -> the alarm that has said it, and when."""
         self.trackers = Trackers((), self.path, "", {}, 0)
         self.draws = True
         """Histograms become pictures, too, until that has failed."""
@@ -104,9 +106,26 @@ class Output:
         vocabulary_of(self.state.policy.tokenizer).save(self.path / "rollouts" / "vocabulary.json")
         self.state.rewards.copy_into(self.path)
         self._status("running", None, "")
-        config = self.config.model_dump(mode="json")
-        self.trackers = Trackers(self.config.log.report_to, self.path, self.run_id, config, self.state.step)
+        self._open_trackers(self.state.step)
         say(preflight_block(self._untold()))
+
+    def go_back(self, step: int, alarm: Alarm, rollbacks: int) -> None:
+        """Before the run goes on again after ``step``: sets later records aside, says why and what changes. Rank 0."""
+        aside, seed = self.directory.set_aside(step), self.config.run.seed + rollbacks
+        message = (
+            f"after step {alarm.step} the run has gone back to step {step}, rollback {rollbacks}: weights, optimizer, "
+            "random generators, learning rate and KL coefficient are as they were then. What changes: samples are "
+            f"drawn with seed {seed} (run.seed + {rollbacks}). What came after step {step} is in {aside.name}"
+        )
+        words = {"event": "rolled_back", "step": step, "count": rollbacks, "from_step": alarm.step, "message": message}
+        self.directory.append_alarm(alarm.record() | words)
+        self.explained.clear()
+        self._open_trackers(step)
+        say(f"alarm {alarm.alarm}: {message}.")
+
+    def _open_trackers(self, step: int) -> None:
+        config = self.config.model_dump(mode="json")
+        self.trackers = Trackers(self.config.log.report_to, self.path, self.run_id, config, step)
 
     def step(self, metrics: dict[str, float], completions: Sequence[Completion]) -> list[Alarm]:
         """Metrics, rollouts, samples and alarms of the step that was just done."""
@@ -117,8 +136,18 @@ class Output:
             for alarm in alarms if self.world.is_main else ():
                 self.directory.append_alarm(alarm.record() | {"evidence": shown})
                 self.state.notes += self.trackers.log({f"alarm/{alarm.alarm}": float(alarm.count)}, alarm.step)
-                say(printable(alarm.line() if alarm.event == "cleared" else f"{alarm.line()} {in_words(shown)}"))
+                say(printable(self._said_of(alarm, shown)))
         return alarms
+
+    def _said_of(self, alarm: Alarm, shown: dict[str, Any]) -> str:
+        """A cause is explained by one of its alarms, and by that of garbled text, which may end the run."""
+        if alarm.event == "cleared":
+            return alarm.line()
+        name, step = self.explained.get(alarm.cause, ("", 0))
+        if name not in ("", alarm.alarm) and alarm.step - step < REPEATED_EVERY and alarm.alarm != "garble":
+            return alarm.line(as_for=name)
+        self.explained[alarm.cause] = (alarm.alarm, alarm.step)
+        return f"{alarm.line()} {in_words(shown)}"
 
     def _records(self, metrics: dict[str, float], completions: Sequence[Completion]) -> None:
         step, log = self.state.step, self.config.log
@@ -213,8 +242,8 @@ class Output:
         )
 
     def _samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        samples = picked(rows)
         tokenizer = self.state.policy.tokenizer
+        samples = [(label, one | {"garble": garble_of_row(one, tokenizer)}) for label, one in picked(rows)]
         lines = sample_lines(samples, lambda ids: str(tokenizer.decode(ids)))
         self.directory.write_samples(step, sample_text(samples), lines)
         _, (_, best), (_, worst) = samples

@@ -117,11 +117,13 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
     state = together(world, lambda: start_engine(checked, models, world))
     output = Output(state)
     if found:
-        progress = together(world, lambda: resume.restore(found, state.engine, world))
+        progress = together(world, lambda: resume.restore(found.path, state.engine, world))
         state.restore(progress)
         output.restore(progress["output"], goes_on=goes_on)
         if not goes_on:  # a branch has no checkpoint of its own yet
             state.best = None
+        else:  # a kill may have come between a rollback and the next checkpoint
+            state.rollbacks = max(state.rollbacks, world.gather_objects(output.directory.rollbacks())[0])
     if found and state.step >= state.steps:
         state.notes.append(f"step {state.step} of {state.steps} is done already: there is nothing left to train")
     checkpoints = Checkpoints(config, state.policy, state.engine, world, state.facts, output.run_id)

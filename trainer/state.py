@@ -19,7 +19,7 @@ from trainer.rollout.hooks import Hook, HookContext
 from trainer.watch.signals import Slope
 from trainer.world import World
 
-PROGRESS = ("step", "updates", "kl_coefficient", "nonfinite_in_a_row", "best")
+PROGRESS = ("step", "updates", "kl_coefficient", "nonfinite_in_a_row", "rollbacks", "best")
 """The numbers that move, and that a resumed run takes over."""
 
 
@@ -65,6 +65,8 @@ class State:
     kl_coefficient: float = 0.0
     """Of the current step; the adaptive controller's state."""
     nonfinite_in_a_row: int = 0
+    rollbacks: int = 0
+    """How often an alarm has taken the run back; added to the seed of its samples, which else would be the same."""
     best: dict[str, Any] | None = None
     """Metric, step and value of the best evaluation so far."""
     kl_histogram: KLHistogram = field(default_factory=KLHistogram)

@@ -7,8 +7,10 @@ from typing import TypeVar, cast
 
 from trainer import interrupts
 from trainer.batch import Completion, Prompt
+from trainer.checkpoint import resume
 from trainer.checkpoint.export import export
 from trainer.checkpoint.save import Checkpoints
+from trainer.checkpoint.store import step_of
 from trainer.collect import sample, score, set_advantages, share, trained
 from trainer.config import RunConfig
 from trainer.data.order import prompts_for_step
@@ -28,6 +30,7 @@ from trainer.update import (
     global_count,
     kl_in_loss,
     kl_in_reward,
+    measure_masks,
     micro_batch_loss,
     note_unmoved_adapters,
     passes,
@@ -35,12 +38,14 @@ from trainer.update import (
     take_step,
     with_gradient,
 )
-from trainer.watch.alarms import stopped_by
+from trainer.watch.alarms import Alarm, rolled_back_by, stopped_by
 from trainer.watch.signals import measure_text, top_tokens
 from trainer.world import World
 
 T = TypeVar("T")
 
+MOST_ROLLBACKS = 3
+"""Of one run. The next alarm stops it."""
 FIRST_LOOK = 3
 """Steps after which adapters that still are zero are worth a note."""
 
@@ -71,7 +76,8 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
         charge_kl_to_rewards(state, trained(completions, mask_truncated=False), sums)
     set_advantages(state, completions)
     count = global_count(state, trainable)
-    batches = passes(state, with_gradient(state, trainable))
+    batches = passes(state, read := with_gradient(state, trainable))
+    measure_masks(batches, read, sums)
     if kl_in_loss(state):
         ask_reference(state, batches)
     clock.lap("reference")
@@ -136,6 +142,8 @@ def train(state: State, output: Output, checkpoints: Checkpoints) -> None:
             if reason := stopped_by(alarms, config.watch):
                 state.at_boundary()
                 raise Stopped(f"{reason}\n{where_to_go_on(checkpoints)}")
+            if asking := rolled_back_by(alarms, config.watch):
+                roll_back(state, output, checkpoints, asking)
     output.exported(export(state.policy, state.engine, state.world, output.path, config))
 
 
@@ -152,6 +160,26 @@ def save(state: State, output: Output, checkpoints: Checkpoints) -> Path | None:
     folder = checkpoints.save(step, progress, state.boundary.random_states)
     state.rewards.forget_paid_before(step)
     return folder
+
+
+def roll_back(state: State, output: Output, checkpoints: Checkpoints, alarms: Sequence[Alarm]) -> None:
+    """The run as it was at the last checkpoint that no signal spoke against, to go on from there with other samples. A
+    collective. Stopped where there is none, or after ``MOST_ROLLBACKS``: what comes again is no chance of the samples.
+    """
+    world, rollbacks = state.world, state.rollbacks + 1
+    state.at_boundary()
+    if checkpoints.good is None or rollbacks > MOST_ROLLBACKS:
+        why = "There is no checkpoint to go back to" if checkpoints.good is None else "It came again with other samples"
+        said = "\n".join(alarm.line() for alarm in alarms)
+        raise Stopped(f"{said}\n{why} (rollbacks: {state.rollbacks}). {where_to_go_on(checkpoints)}")
+    good = checkpoints.go_back()
+    state.boundary = None  # until everything is put back there is nothing whole to save
+    together(world, lambda: output.go_back(step_of(good), alarms[0], rollbacks) if world.is_main else None)
+    progress = together(world, lambda: resume.restore(good, state.engine, world))
+    state.restore(progress)
+    state.rollbacks = rollbacks
+    state.best = checkpoints.still_best(state.best)
+    output.restore(progress["output"], goes_on=True)
 
 
 def where_to_go_on(checkpoints: Checkpoints) -> str:

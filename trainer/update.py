@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.algorithm.kl import sampled_kl, weigh_by_ratio
 from trainer.algorithm.loss import normaliser, per_completion_sum, policy_objective
@@ -55,6 +55,13 @@ def passes(state: State, completions: Sequence[Completion]) -> list[MicroBatch]:
         recorded_sampler=bool(state.config.rollout.replay),
         world=state.world,
     )
+
+
+def measure_masks(batches: Sequence[MicroBatch], completions: Sequence[Completion], sums: Sums) -> None:
+    """``scored_per_sampled``: tokens that the loss weighs, over those sampled to be weighed. 1, or the mask is wrong:
+    more where prompts or padding are scored, fewer where ends are left out."""
+    scored = sum(int((batch.weights > 0).sum()) for batch in batches)
+    sums.add("scored_per_sampled", scored, sum(len(completion.ids) for completion in completions))
 
 
 def ask_reference(state: State, batches: Sequence[MicroBatch]) -> None:
@@ -239,9 +246,29 @@ def measure_policy(state: State, batch: MicroBatch, scores: TokenScores, sums: S
         sums.add("kl_square", float(kl.square().sum()), tokens)
         sums.maximum("kl_max", float(kl.max()))
         sums.add("kl_tail_fraction", float((kl.abs() > KL_TAIL).sum()), tokens)
+        # Recorded completions may have ended by other stop ids.
+        stop_ids = () if state.config.rollout.replay else state.decoder.stop_ids
+        sums.add("kl_outside_response", float(kl[outside_response(batch, stop_ids)].abs().sum()), tokens)
         if (every := state.config.log.histogram_every) and (state.step + 1) % every == 0:
             state.kl_histogram.add(kl)
     sampled = torch.tensor([logp for c in batch.completions for logp in c.sampling_logps], device=scores.logps.device)
     gap = (scores.logps - sampled).abs().double()
+    sums.add("surprise", -float(sampled.double().sum()), tokens)
     sums.add("sampling_logp_gap", float(gap.sum()), tokens)
     sums.maximum("sampling_logp_gap_max", float(gap.max()))
+
+
+def outside_response(batch: MicroBatch, stop_ids: Sequence[int]) -> Tensor:
+    """(N,) bool: scored tokens that nobody sampled, of a prompt, or of padding behind the end of a completion.
+
+    None, however rows are packed: the k-th scored token of a completion is its k-th id, and a stop id is its last one.
+    """
+    targets, completion = batch.rows.targets, batch.rows.completion
+    sampled = [torch.tensor(one.ids) for one in batch.completions]
+    ids = nn.utils.rnn.pad_sequence(sampled, batch_first=True, padding_value=-1)
+    stops = torch.isin(ids, torch.tensor(stop_ids, dtype=torch.long)).int()
+    ids = ids.masked_fill(stops.cumsum(1) > stops, -1).to(targets.device)
+    first = torch.searchsorted(completion, torch.arange(len(sampled), device=targets.device))
+    place = torch.arange(len(targets), device=targets.device) - first[completion]
+    longest = ids.shape[1]
+    return (place >= longest) | (ids[completion, place.clamp(max=longest - 1)] != targets)

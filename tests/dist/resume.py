@@ -1,5 +1,5 @@
-"""One rank of test_resume.py: a cell trains 6 steps in one process (``straight``), or its last 3 in another
-(``resumed``)."""
+"""One rank of test_resume.py: a cell trains 6 steps in one process (``straight``), and its last 3 once more after a
+rollback there, or in another process (``resumed``)."""
 
 import hashlib
 import json
@@ -14,8 +14,11 @@ from trainer.checkpoint import resume
 from trainer.checkpoint.save import Checkpoints
 from trainer.config import RunConfig
 from trainer.interrupts import leave
+from trainer.output import Output
 from trainer.preflight.prepare import check, load_models, start_engine
 from trainer.state import State
+from trainer.train import roll_back, save
+from trainer.watch.alarms import Alarm
 from trainer.world import World, connect
 
 STRAIGHT, SAVED = 6, 3
@@ -84,14 +87,24 @@ def train(state: State, until: int, world: World) -> list[dict[str, Any]]:
 
 def straight(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     state, checkpoints = begin(folder, cell, world)
+    output = Output(state)
+    output.begin(goes_on=False)
     train(state, SAVED, world)
     state.at_boundary()
-    assert state.boundary is not None
-    checkpoints.save(SAVED, state.boundary.progress, state.boundary.random_states)
-    records = train(state, STRAIGHT, world)
-    found = {"records": records, "weights": digest(state), "kl_coefficient": state.kl_coefficient.hex()}
+    save(state, output, checkpoints)
+    found = until_the_end(state, world)
+    alarm = Alarm("garble", "raised", STRAIGHT, STRAIGHT, 1, "garble_rate", 0.9, 0.4, 0.0, "update_too_large")
+    roll_back(state, output, checkpoints, [alarm])
+    assert (state.step, state.rollbacks) == (SAVED, 1)
+    state.rollbacks = 0  # with the same samples everything must come again
+    found["rolled_back"] = until_the_end(state, world)
     state.engine.close()
     return found
+
+
+def until_the_end(state: State, world: World) -> dict[str, Any]:
+    records = train(state, STRAIGHT, world)
+    return {"records": records, "weights": digest(state), "kl_coefficient": state.kl_coefficient.hex()}
 
 
 def resumed(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
@@ -100,7 +113,7 @@ def resumed(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     assert found is not None
     resume.check_world(found, world.size, cell["stage"])
     resume.check_run(found, state.facts, ())
-    progress = resume.restore(found, state.engine, world)
+    progress = resume.restore(found.path, state.engine, world)
     if cell.get("without") == "random states":
         import random
 
@@ -108,8 +121,7 @@ def resumed(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     state.restore(progress)
     if cell.get("without") == "updates":
         state.updates = 0
-    records = train(state, STRAIGHT, world)
-    found_now = {"records": records, "weights": digest(state), "kl_coefficient": state.kl_coefficient.hex()}
+    found_now = until_the_end(state, world)
     state.engine.close()
     return found_now
 

@@ -1,4 +1,4 @@
-"""A resumed run is the run that was not stopped: bit for bit, in another process."""
+"""A resumed run is the run that was not stopped, bit for bit, in another process; and so is one that has gone back."""
 
 import json
 from pathlib import Path
@@ -38,6 +38,7 @@ def test_i3_b67_b72_six_steps_are_three_and_three_more(ranks: int, port: int, tm
     resumed = phase("resumed", tmp_path, ranks, port + 1)
     assert (len(straight), len(resumed)) == (len(CELLS), len(CELLS + CONTROLS))
     for cell, one, other in zip(CELLS, straight, resumed, strict=False):
+        assert one.pop("rolled_back") == {name: one[name] for name in other}, cell
         assert one == other, cell
         prompts = [[row[0] for row in mine] for record in one["records"] for mine in record["completions"]]
         assert len({tuple(row) for row in prompts}) > 1, "every step held the same prompts"

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from trainer.config.watch import LEVELS, Watch
-from trainer.watch.alarms import CLEARED_AFTER, REPEATED_EVERY, Alarm, Alarms, stopped_by
+from trainer.watch.alarms import CLEARED_AFTER, REPEATED_EVERY, Alarm, Alarms, rolled_back_by, stopped_by
 from trainer.watch.causes import CAUSES, FIXED_CAUSES, suspected
 from trainer.watch.rules import RULES
 
@@ -18,6 +18,11 @@ HEALTHY = {
     "kl_rank_min": 0.009,
     "kl_rank_max": 0.011,
     "entropy": 0.6,
+    "surprise": 0.61,
+    "scored_per_sampled": 1.0,
+    "advantage_bias": 1e-7,
+    "rewards/judge/failed_fraction": 0.01,
+    "text_unlike_ids": 0.0,
     "reward_mean": 0.4,
     "reward_std": 0.5,
     "top_token_share": 0.1,
@@ -32,7 +37,9 @@ Row = dict[str, float]
 
 
 def told(alarms: Alarms, rows: Sequence[Row], first_step: int = 1) -> list[Alarm]:
-    return [alarm for step, row in enumerate(rows, first_step) for alarm in alarms.look(step, HEALTHY | row)]
+    """Before any update there is no KL."""
+    begun = [HEALTHY | ({"kl": 0.0} if step == 1 else {}) | row for step, row in enumerate(rows, first_step)]
+    return [alarm for step, row in enumerate(begun, first_step) for alarm in alarms.look(step, row)]
 
 
 def steps_of(found: Sequence[Alarm], name: str) -> list[tuple[int, str, int]]:
@@ -44,9 +51,15 @@ BREAKS: dict[str, tuple[Row, int]] = {
     "garble_rising": ({"garble_rate": 0.2}, 3),
     "sampling_gap": ({"sampling_logp_gap": 0.2}, 3),
     "kl": ({"kl": 2.1, "kl_std": 3.0}, 3),
+    "collapse": ({"kl": 1.1, "kl_std": 2.0, "reward_mean": 0.1}, 1),
     "kl_ranks": ({"kl": 0.1, "kl_std": 0.2, "kl_rank_min": 0.02, "kl_rank_max": 0.2}, 20),
-    "entropy_collapse": ({"entropy": 0.1}, 10),
-    "entropy_rise": ({"entropy": 1.8}, 3),
+    "scored_tokens": ({"scored_per_sampled": 1.01}, 1),
+    "advantages": ({"advantage_bias": 0.3}, 1),
+    "decoded_text": ({"text_unlike_ids": 0.1}, 1),
+    "reward_failing": ({"rewards/judge/failed_fraction": 0.3}, 3),
+    "surprise": ({"surprise": 0.8}, 10),
+    "entropy_collapse": ({"entropy": 0.1, "surprise": 0.1}, 10),
+    "entropy_rise": ({"entropy": 1.8, "surprise": 1.8}, 3),
     "one_token": ({"top_token_share": 0.7}, 3),
     "repetition": ({"repetition": 0.4}, 5),
     "truncation": ({"truncated_fraction": 0.6}, 5),
@@ -67,7 +80,7 @@ def test_each_alarm_is_raised_at_the_last_step_of_its_patience_and_alone(name: s
 
 
 def test_every_rule_is_broken_by_some_test() -> None:
-    others = {"garbled_from_start", "kl_outliers", "entropy_floor", "reward_kl_ratio"}
+    others = {"garbled_from_start", "kl_at_start", "kl_outliers", "entropy_floor", "reward_kl_ratio"}
     assert {rule.alarm for rule in RULES} == set(BREAKS) | others
 
 
@@ -81,6 +94,7 @@ def test_a_healthy_run_that_learns_raises_none() -> None:
                 "reward_mean": 0.4 + 0.5 * gone,
                 "reward_std": 0.5 - 0.3 * gone,
                 "entropy": 0.6 - 0.55 * gone,
+                "surprise": 0.6 - 0.55 * gone + (0.04 if i % 2 else -0.04),
                 "kl": 0.9 * gone,
                 "kl_std": 9 * gone,
                 "grad_norm": 0.2 if i % 7 else 3.0,
@@ -147,13 +161,30 @@ def test_a_metric_that_does_not_exist_raises_nothing_and_stops_no_count() -> Non
     for row in ({}, {"kl_rank_min": 0.1}, {"kl_rank_min": 0.1, "kl": 1.0}, {"kl_rank_max": 0.9, "kl": 1.0}):
         alarms = Alarms(Watch())
         for step in range(1, 40):
-            assert alarms.look(step, row) == []
+            assert alarms.look(step, row if step > 1 else {}) == []
 
 
 def test_recorded_rollouts_have_no_gap_to_their_sampler() -> None:
     rows = [{}] * 10 + [{"sampling_logp_gap": 0.3}] * 5
     assert [alarm.alarm for alarm in told(Alarms(Watch()), rows)] == ["sampling_gap"]
     assert told(Alarms(Watch(), replays=True), rows) == []
+
+
+@pytest.mark.parametrize(("gap", "cause"), [(1e-6, "reference_differs"), (0.08, "dropout")])
+def test_a_kl_before_any_update_is_told_at_once(gap: float, cause: str) -> None:
+    found = told(Alarms(Watch()), [{"kl": 0.05, "sampling_logp_gap": gap}] * 2)
+    assert [(alarm.alarm, alarm.step, alarm.cause) for alarm in found] == [("kl_at_start", 1, cause)]
+
+
+def test_a_filter_that_the_run_asked_for_is_no_surprise() -> None:
+    rows = [{"surprise": 0.9}] * 12
+    assert [alarm.cause for alarm in told(Alarms(Watch()), rows)] == ["filtered_sampling"]
+    assert told(Alarms(Watch(), filtered=True), rows) == []
+
+
+@pytest.mark.parametrize(("scored", "cause"), [(1.2, "kl_outside_response"), (0.8, "end_not_trained")])
+def test_other_tokens_scored_than_sampled(scored: float, cause: str) -> None:
+    assert [alarm.cause for alarm in told(Alarms(Watch()), [{"scored_per_sampled": scored}] * 3)] == [cause]
 
 
 def test_levels() -> None:
@@ -166,7 +197,7 @@ def test_levels() -> None:
     assert told(quiet, [{}] * 10) == []
     every = [change for change, _ in BREAKS.values()]
     found = {alarm.alarm for i, change in enumerate(every) for alarm in told(quiet, [change] * 60, 60 * i + 11)}
-    assert {"garble"} <= found <= {"garble", "sampling_gap", "kl"}
+    assert {"garble"} <= found <= {"garble", "scored_tokens", "advantages", "decoded_text", "sampling_gap", "kl"}
 
 
 @pytest.mark.parametrize("key", LEVELS)
@@ -198,7 +229,7 @@ def test_the_state_survives_a_checkpoint_at_any_step() -> None:
 
 def test_a_checkpoint_is_good_while_nothing_speaks_against_it() -> None:
     alarms = Alarms(Watch())
-    for step, row in enumerate([{}] * 20 + [{"kl": 3.0}] * 10 + [{}] * 30, 1):
+    for step, row in enumerate([{"kl": 0.0}] + [{}] * 19 + [{"kl": 3.0}] * 10 + [{}] * 30, 1):
         alarms.look(step, HEALTHY | row)
         if step % 7 == 0:
             alarms.saved(step)
@@ -210,7 +241,7 @@ def test_a_checkpoint_is_good_while_nothing_speaks_against_it() -> None:
 def test_a_model_that_comes_garbled_has_good_checkpoints() -> None:
     alarms = Alarms(Watch())
     for step in range(1, 21):
-        alarms.look(step, HEALTHY | {"garble_rate": 0.9})
+        alarms.look(step, HEALTHY | {"garble_rate": 0.9, "kl": 0.0})
         alarms.saved(step)
     assert alarms.good_step == 20
 
@@ -246,3 +277,15 @@ def test_an_alarm_says_what_where_why_and_what_to_do() -> None:
         assert part in line, part
     record = json.loads(json.dumps(alarm.record()))
     assert record["step"] == 33 and record["baseline"] == 0.6 and record["fix"] and record["cause_in_words"]
+
+
+def test_a_rollback_answers_what_older_weights_do_not_have() -> None:
+    found = told(Alarms(Watch()), [{"garble_rate": 0.95}])
+    found += told(Alarms(Watch()), [{}] * 10 + [{"kl": 3.0, "sampling_logp_gap": 0.3, "garble_rate": 0.6}] * 4)
+    found += told(Alarms(Watch()), [{}] * 10 + [{"held_memory_gib": 3.0}] * 60)
+    names = ["garbled_from_start", "garble", "kl", "memory", "sampling_gap"]
+    assert sorted({alarm.alarm for alarm in found}) == sorted(names)
+    back = {alarm.alarm for alarm in rolled_back_by(found, Watch(on_alarm="rollback", on_garble="rollback"))}
+    assert back == {"kl", "garble"}
+    assert rolled_back_by(found, Watch(on_garble="stop")) == []
+    assert [alarm.alarm for alarm in rolled_back_by(found, Watch(on_garble="rollback"))] == ["garble"]

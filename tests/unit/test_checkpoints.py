@@ -111,8 +111,8 @@ def test_a_changed_manifest_is_found_by_its_own_hash(tmp_path: Path) -> None:
 
 def test_k1_a_manifest_of_a_newer_format_is_named(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 7) / manifest.NAME
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
-    with pytest.raises(NoCheckpoint, match="format 3, this version reads 2"):
+    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
+    with pytest.raises(NoCheckpoint, match="format 4, this version reads 3"):
         manifest.verify(path.parent)
 
 

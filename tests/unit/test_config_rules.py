@@ -376,6 +376,18 @@ CASES = [
         ["grpo.kl.ratio_weighted", "grpo.kl.placement"],
         {"grpo__kl__ratio_weighted": False},
     ),
+    (
+        "rollback_changes_something",
+        {"watch__on_garble": "rollback", "checkpoint__every": 0},
+        ['watch.on_garble = "rollback"', "checkpoint.every = 0"],
+        {"watch__on_garble": "rollback", "checkpoint__every": 1},
+    ),
+    (
+        "rollback_changes_something",
+        {"watch__on_alarm": "rollback", "rollout__replay": "runs/a"},
+        ["watch.on_alarm", 'rollout.replay = "runs/a"'],
+        {"watch__on_alarm": "stop", "rollout__replay": "runs/a"},
+    ),
     ("stop_strings_differ", {"rollout__stop": ["a", "a"]}, ["rollout.stop"], {"rollout__stop": ["a", "b"]}),
     (
         "not_yet",
@@ -383,8 +395,6 @@ CASES = [
         ['rollout.engine = "vllm" is not available in this version; use "shared" or "hf".'],
         {},
     ),
-    ("not_yet", {"watch__on_alarm": "rollback"}, ["watch.on_alarm", 'use "stop"'], {"watch__on_alarm": "stop"}),
-    ("not_yet", {"watch__on_garble": "rollback"}, ["watch.on_garble", 'use "stop"'], {"watch__level": "seed"}),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
     (
         "reward_kinds",

@@ -15,13 +15,16 @@ import trainer.collect
 import trainer.minibatch
 import trainer.update
 from tests.tiny import tiny_qwen2, tiny_tokenizer
-from tests.tiny_run import PROMPTS, RUN_FILE, run_config, write_run
+from tests.tiny_run import PROMPTS, RUN_FILE, run_config, start, step, write_run
+from tools import lab_faults
 from trainer.__main__ import main
 from trainer.algorithm.loss import Objective
 from trainer.batch import Completion, PackedRows
 from trainer.doctor.finding import Diagnosis
 from trainer.doctor.live import ask
 from trainer.doctor.parts import Parts, load_parts
+from trainer.output import Output
+from trainer.record.run_dir import read_lines
 from trainer.world import World
 
 FULL = {"lora.r": 0, "rollout.max_new_tokens": 24}
@@ -71,7 +74,7 @@ def test_a_healthy_run_has_no_cause(folder: Path, world: World, settings: dict[s
     with loaded(folder, world, settings) as parts:
         found = ask(parts, "tiny")
     assert found.findings == [], found.text()
-    assert len(found.fine) > 14 and set(found.not_checked) <= {"reference_weights"}
+    assert len(found.fine) > 14 and set(found.not_checked) <= {"reference_weights", "recorded_step"}
 
 
 def reference_theta(parts: Parts, patch: pytest.MonkeyPatch) -> None:
@@ -190,6 +193,19 @@ def groups_interleaved(parts: Parts, patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def trains_at_another_theta(parts: Parts, patch: pytest.MonkeyPatch) -> None:
+    lab_faults.trained_at_theta(5e5)(patch.setattr)
+
+
+def kl_overflows(parts: Parts, patch: pytest.MonkeyPatch) -> None:
+    lab_faults.k3_overflows(patch.setattr)
+
+
+def gradient_overflows(parts: Parts, patch: pytest.MonkeyPatch) -> None:
+    for weight in parts.state.policy.causal.parameters():
+        weight.register_hook(lambda gradient: (gradient * 1e30).half().to(gradient))
+
+
 BROKEN: dict[str, tuple[Callable[[Parts, pytest.MonkeyPatch], None], str]] = {
     "theta of the reference": (reference_theta, "rope_differs"),
     "reference of other weights": (reference_from_elsewhere, "reference_differs"),
@@ -207,6 +223,9 @@ BROKEN: dict[str, tuple[Callable[[Parts, pytest.MonkeyPatch], None], str]] = {
     "nan": (nan_weights, "non_finite"),
     "another tokenizer decodes": (decodes_otherwise, "tokenizer_mismatch"),
     "interleaved groups": (groups_interleaved, "group_layout"),
+    "theta of the training engine": (trains_at_another_theta, "rope_differs"),
+    "k3 in half precision": (kl_overflows, "loss_overflow"),
+    "gradients in half precision": (gradient_overflows, "gradient_overflow"),
 }
 
 
@@ -232,6 +251,25 @@ def test_a_leaked_penalty_is_named_with_its_value(folder: Path, world: World, mo
 def test_a_reward_that_teaches_nothing(folder: Path, world: World, reward: str, cause: str) -> None:
     with loaded(folder, world, reward=reward) as parts:
         assert first_cause(ask(parts, reward)) == cause
+
+
+def test_a_recorded_first_step_is_done_again(folder: Path, world: World, tmp_path: Path) -> None:
+    """Its gradient from its rollouts: the same, or divided by another count than here."""
+    settings = FULL | {"run.dir": str(tmp_path / "run")}
+    state = start(folder, world, settings)
+    output = Output(state)
+    output.begin(goes_on=False)
+    output.step(*step(state))
+    state.engine.close()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    (row,) = read_lines(metrics)
+    with loaded(folder, world, settings) as parts:
+        found = ask(parts, "tiny")
+    assert found.findings == [] and f"recorded on 1 ranks {row['grad_norm']:.4g}" in found.fine["recorded_step"]
+    metrics.write_text(json.dumps(row | {"grad_norm": row["grad_norm"] / 2}) + "\n")
+    with loaded(folder, world, settings) as parts:
+        (cause,) = ask(parts, "tiny").causes
+    assert cause.cause == "normalisation" and cause.evidence["ranks"] == 1
 
 
 def test_ids_of_another_tokenizer(folder: Path, world: World, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The doctor on records: each check on made rows, and a run directory that a healthy run would leave."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from trainer.doctor.finding import EXPLAINS, Diagnosis, Finding, ranked
 from trainer.doctor.recorded import diagnose_records as diagnose
 from trainer.doctor.records import Recorded, read
 from trainer.errors import Refused
+from trainer.record import kl_histogram
+from trainer.record.kl_histogram import EDGES
 from trainer.record.run_dir import read_lines
 
 TOKENS = {"hello": 0, "\u0120world": 1, "42": 2, "!": 3, "<|im_end|>": 4}
@@ -34,6 +37,7 @@ def metrics(step: int) -> dict[str, Any]:
         "kl": 0.05 * gained**1.5 if step > 1 else 0.0,
         "kl_std": 0.1 * gained,
         "kl_max": gained,
+        "kl_outside_response": 0.0,
         "kl_coef": 0.04,
         "entropy": 0.9 - 0.3 * gained,
         "clip_fraction": 0.0,
@@ -84,13 +88,14 @@ def healthy(settings: dict[str, Any] | None = None) -> Recorded:
         {step: rollouts(step) for step in (1, 15, 30)},
         {"state": "done", "reason": "", "exit_code": 0},
         TOKENS,
+        {},
     )
 
 
 def test_a_healthy_run_has_no_cause() -> None:
     found = diagnose(healthy(), "made")
     assert found.findings == [], found.text()
-    assert len(found.fine) == 13 and not found.not_checked
+    assert len(found.fine) == 14 and set(found.not_checked) == {"document_readings"}
 
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -105,8 +110,19 @@ CHANGED: dict[str, tuple[Change, str]] = {
     "dropout": (lambda row: {"kl": row["kl"] + 0.02, "sampling_logp_gap": 0.15}, "dropout"),
     "dynamic rope": (lambda row: {"sampling_logp_gap": 0.3}, "sampling_differs"),
     "coefficient / ranks": (lambda row: {"kl_coef": 0.01}, "coefficient_scaled"),
-    "kl runs away": (lambda row: {"kl": 1e-6 * 1.7 ** row["step"] if row["step"] > 1 else 0.0}, "kl_sign"),
+    "kl runs away": (
+        lambda row: {"kl": 1e-6 * 1.7 ** row["step"] if row["step"] > 1 else 0.0, "reward_mean": 0.3},
+        "kl_sign",
+    ),
+    "kl runs away, with the reward": (
+        lambda row: {"kl": 3e-8 * 1.7 ** row["step"] if row["step"] > 1 else 0.0},
+        "none",
+    ),
     "kl at once": (lambda row: {"kl": 0.9 if row["step"] > 4 else row["kl"]}, "update_too_large"),
+    "padding in one step": (
+        lambda row: {"scored_per_sampled": 1.2 if row["step"] == 7 else 1.0},
+        "kl_outside_response",
+    ),
     "reference moves": (lambda row: {"kl": 0.0}, "reference_moves"),
     "reward falls": (
         lambda row: {"reward_mean": 0.6 - 0.02 * row["step"], "kl": 0.0001 * row["step"] - 0.0001},
@@ -116,6 +132,7 @@ CHANGED: dict[str, tuple[Change, str]] = {
         lambda row: {"reward_mean": max(0.0, 0.55 - 0.025 * row["step"]), "kl": 0.5 * (row["step"] / 30 - 1 / 30) ** 3},
         "wrong_direction",
     ),
+    "padding": (lambda row: {"kl_outside_response": row["kl"] / 2}, "kl_outside_response"),
     "negative kl": (lambda row: {"kl": -row["kl"]}, "kl_sign"),
     "no gradient": (lambda row: {"grad_norm": 0.0, "kl": 0.0}, "no_gradient"),
     "constant": (
@@ -157,7 +174,11 @@ def test_metrics_that_name_their_cause(fault: str) -> None:
 
 def test_steps_without_a_gradient_and_the_reason_of_the_end() -> None:
     """A refused gradient leaves a rate without a norm, its loss may be finite; nothing to train on leaves neither."""
-    for absent, expected in ((("grad_norm",), ["non_finite"]), (("grad_norm", "loss", "lr"), [])):
+    for absent, expected in (
+        (("grad_norm",), ["gradient_overflow"]),
+        (("grad_norm", "loss"), ["loss_overflow"]),
+        (("grad_norm", "loss", "lr"), []),
+    ):
         run = healthy()
         for row in run.metrics[10:]:
             for name in absent:
@@ -165,6 +186,11 @@ def test_steps_without_a_gradient_and_the_reason_of_the_end() -> None:
         assert [one.cause for one in diagnose(run, "").causes] == expected
     for reason, cause in (
         ("rollout: the logits of decoding position 3 hold NaN or infinity", "non_finite"),
+        ("step 3: the gradient norm is nan (rank 0: loss inf); no rank updated", "loss_overflow"),
+        (
+            "step 3: the gradient norm is inf (every loss was finite, so it arose in the backward pass)",
+            "gradient_overflow",
+        ),
         ("reward 'x' failed on 9 of 9 completions, more than max_unscored = 0.1 allows", "reward_fails"),
         ("a guard of another kind", "stopped"),
     ):
@@ -177,7 +203,7 @@ def test_a_fallback_reward_is_named() -> None:
     section = {"name": "score", "kind": "python", "function": "rewards.py:spread", "fallback": 0.1}
     run = healthy()
     config = run.config.model_validate(run.config.model_dump() | {"reward": [section]})
-    run = Recorded(config, run.metrics, run.rollouts, run.status, run.tokens)
+    run = Recorded(config, run.metrics, run.rollouts, run.status, run.tokens, {})
     for row in run.metrics:
         row["rewards/score/failed_fraction"] = 0.3
     (cause,) = diagnose(run, "").causes
@@ -287,3 +313,20 @@ def test_a_replayed_run_was_sampled_by_another_policy() -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"no config\.toml"):
         read(tmp_path)
+
+
+def test_the_documents_readings_stand_beside_what_they_want_to_know() -> None:
+    """Two peaks, which the document takes for padding: in a run of two ranks that scores no padding."""
+    run = healthy()
+    for row in run.metrics:
+        row |= {"kl_rank_min": row["kl"], "kl_rank_max": 2 * row["kl"]}
+    counts = [0] * (len(EDGES) - 1)
+    counts[bisect_left(EDGES, 1e-3)], counts[bisect_left(EDGES, 1.0)] = 80, 20
+    run.histogram.update(kl_histogram.record(30, counts, run.metrics[-1]))
+    found = diagnose(run, "made")
+    assert found.findings == []
+    padding, dropout, ranks = found.fine["document_readings"].split(" | ")
+    assert padding.startswith("of step 30: a peak near 0") and "yes (80.0% within" in padding
+    assert padding.endswith("padding: KL outside the response 0")
+    assert "no (" in dropout and dropout.endswith("dropout: KL at step 1 0")
+    assert "no (" in ranks and ranks.endswith("ranks: KL from 0.0439 to 0.0878")

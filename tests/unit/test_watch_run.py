@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,22 @@ import torch
 
 import trainer.train
 from tests.tiny import tiny_qwen2, tiny_tokenizer
-from tests.tiny_run import PROMPTS, start, step, write_run
+from tests.tiny_run import PROMPTS, distance, start, step, weights, write_run
+from trainer.__main__ import main
 from trainer.checkpoint.save import Checkpoints
 from trainer.errors import Stopped
 from trainer.measure import step_metrics
 from trainer.output import Output
 from trainer.record.metrics import Sums
+from trainer.report.read import read_run
 from trainer.state import State
-from trainer.train import save, train
+from trainer.train import roll_back, save, train
+from trainer.update import outside_response, passes
+from trainer.watch.alarms import Alarm
+from trainer.watch.garble import LIMITS
 from trainer.world import World
 
+ALARM = Alarm("garble", "raised", 2, 1, 1, "garble_rate", 0.9, 0.4, 0.0, "update_too_large")
 ANSWERS = ("the answer is 42", "the answer is 23")
 REWARD = '''
 
@@ -169,6 +177,130 @@ def test_a_resumed_run_goes_on_counting(taught: Path, world: World, tmp_path: Pa
     assert again.alarms.good_step == 3 and branch.alarms.good_step is None
 
 
+def test_a_collapse_is_rolled_back_and_tried_with_other_samples(
+    taught: Path, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a rate that no samples survive: three times, then it stops. Nothing is lost, nothing stands there twice."""
+    run_dir = tmp_path / "run"
+    settings = {"optim.lr": 0.3, "optim.warmup_steps": 40, "watch.on_garble": "rollback", "checkpoint.keep": 3}
+    state, output, checkpoints = begun(taught, world, run_dir, settings)
+    with pytest.raises(Stopped, match=r"came again with other samples \(rollbacks: 3\)[\s\S]*--resume .*step-0000"):
+        train(state, output, checkpoints)
+    back = [one for one in recorded(run_dir, "alarms.jsonl") if one["event"] == "rolled_back"]
+    assert [one["count"] for one in back] == [1, 2, 3] and all(one["alarm"] == "garble" for one in back)
+    assert capsys.readouterr().out.count("the run has gone back to step") == 3
+    metrics = recorded(run_dir, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, state.step + 1)), "each step stands there once"
+    folders = [run_dir / f"rolled-back-{number}" for number in (1, 2, 3)]
+    for number, (one, aside) in enumerate(zip(back, folders, strict=True), 1):
+        gone = recorded(aside, "metrics.jsonl")
+        assert [row["step"] for row in gone] == list(range(1, one["from_step"] + 1)), "the run as it was"
+        files = [int(file.stem[5:]) for file in sorted((aside / "rollouts").glob("step-*"))]
+        assert files == list(range(one["step"] + 1, one["from_step"] + 1)), "its later files"
+        assert gone[-1]["garble_rate"] >= 0.4 and recorded(aside, "alarms.jsonl")[-1]["alarm"] == "garble"
+        assert f"seed {number} (run.seed + {number})" in one["message"] and aside.name in one["message"]
+        # The first step that was done again, as it was before and as it is where it stands now.
+        name = f"step-{one['step'] + 1:06d}.jsonl"
+        again = next(later for later in [*folders[number:], run_dir] if (later / "rollouts" / name).exists())
+        tries = [recorded(folder / "rollouts", name) for folder in (aside, again)]
+        rows, samples = ([[row[key] for row in rows] for rows in tries] for key in ("row", "completion_ids"))
+        assert rows[0] == rows[1] and samples[0] != samples[1], "the same prompts, other samples"
+        (then, *_), (now, *_) = (
+            [row for row in recorded(folder, "metrics.jsonl") if row["step"] == one["step"] + 1]
+            for folder in (aside, again)
+        )
+        assert (then["kl_coef"], then["lr"]) == (now["kl_coef"], now["lr"]), "neither coefficient nor rate has changed"
+    assert "rolled-back-3" in str(read_run(run_dir).notes) and read_run(run_dir / "rolled-back-1").rollouts
+
+
+def test_without_a_checkpoint_from_before_a_rollback_is_a_stop(taught: Path, world: World, tmp_path: Path) -> None:
+    settings = {"optim.lr": 0.3, "optim.warmup_steps": 40, "watch.on_garble": "rollback", "checkpoint.every": 40}
+    state, output, checkpoints = begun(taught, world, tmp_path / "run", settings)
+    with pytest.raises(Stopped, match=r"no checkpoint to go back to[\s\S]*begin again, with the change above"):
+        train(state, output, checkpoints)
+    assert save(state, output, checkpoints) is not None, "what was reached can be saved"
+
+
+def test_a_checkpoint_that_is_damaged_is_not_gone_back_to(taught: Path, world: World, tmp_path: Path) -> None:
+    state, output, checkpoints = begun(taught, world, tmp_path / "run", {"watch.on_garble": "rollback"})
+    for _ in range(2):
+        output.step(*step(state))
+        state.at_boundary()
+        save(state, output, checkpoints)
+    checkpoints.keep_good(1)
+    before = weights(state)
+    assert checkpoints.good is not None
+    shutil.copytree(checkpoints.store.folder(2), checkpoints.good)  # pruned by now, and of another step inside
+    (checkpoints.good / "progress.json").write_text("{}")
+    with pytest.raises(Stopped, match=r"cannot go back: .*progress\.json"):
+        roll_back(state, output, checkpoints, [ALARM])
+    assert distance(before, weights(state)) == 0 and checkpoints.store.folder(2).is_dir()
+
+
+def test_a_cause_is_explained_by_the_first_of_its_alarms(
+    taught: Path, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    state, output, _ = begun(taught, world, run_dir, {"watch.baseline_steps": 1})
+    metrics, completions = step(state)
+    output.step(metrics, completions)
+    for state.step in range(2, 60):
+        output.step(metrics | {"kl": 5.0, "grad_norm": 1e9, "garble_rate": 0.9}, completions)
+    said = [line for line in capsys.readouterr().out.splitlines() if "ALARM " in line]
+    explained = [(line.split("ALARM ")[1].split(":")[0], "Fix: " in line and "Excerpt" in line) for line in said]
+    first = [("garble", True), ("kl", False), ("gradient", False)]
+    assert explained == [*first, *first], explained
+    assert "Suspected: as for garble." in said[1]
+    alarms = recorded(run_dir, "alarms.jsonl")
+    assert all(one["fix"] and one["evidence"]["excerpt"] for one in alarms) and len(alarms) == len(said)
+
+
+def test_samples_say_how_they_are_garbled(taught: Path, world: World, tmp_path: Path) -> None:
+    """Completions of the step, each with every part of its garble: in words, and as JSON."""
+    run_dir = tmp_path / "run"
+    state, output, _ = begun(taught, world, run_dir, {"log.samples_every": 1})
+    metrics, completions = step(state)
+    for one in completions:
+        one.text = "\ufffd\u2581" * 10
+    output.step(metrics, completions)
+    rows = recorded(run_dir / "samples", "step_1.jsonl")
+    assert [row["picked"] for row in rows] == ["first", "best", "worst"]
+    for row in rows:
+        assert set(row["garble"]) == set(LIMITS) and row["completion_ids"] and row["raw"] and row["rewards"]
+        assert (row["garble"]["replacement"], row["garble"]["word_marks"], row["garble"]["empty"]) == (0.5, 0.5, 0.0)
+    text = (run_dir / "samples/step_1.txt").read_text()
+    assert text.startswith("Query: ") and text.count("garble replacement 0.5, word_marks 0.5") == 3
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_kl_outside_of_the_response_is_measured(taught: Path, world: World, tmp_path: Path, shared: bool) -> None:
+    """0 by the layout of the rows, with a KL that is not; and what a wrong mask adds is found, token by token."""
+    state, _, _ = begun(taught, world, tmp_path / "run", {})
+    state.shared_prompts = shared
+    step(state)
+    metrics, completions = step(state)
+    assert metrics["kl"] > 1e-6 and metrics["kl_outside_response"] == 0
+    (batch, *_) = passes(state, completions)
+    rows, stop_ids = batch.rows, state.decoder.stop_ids
+
+    def outside() -> list[int]:
+        return outside_response(batch, stop_ids).nonzero()[:, 0].tolist()
+
+    assert outside() == []
+    # The first prompt token in the place of a response's, and each completion's last token once more.
+    batch.rows = rows._replace(targets=torch.cat([rows.input_ids.flatten()[:1], rows.targets[1:]]))
+    assert outside() == [0]
+    lasts = (rows.completion.diff(append=torch.tensor([-1])) != 0).nonzero()[:, 0]
+    order = torch.cat([torch.arange(len(rows.targets)), lasts]).sort().values
+    batch.rows = rows._replace(targets=rows.targets[order], completion=rows.completion[order])
+    added = (order[1:] == order[:-1]).nonzero()[:, 0] + 1
+    assert outside() == added.tolist() and len(added) == len(batch.completions)
+    # The same, where the completions are said to hold them: padding behind the end token.
+    batch.completions = [replace(one, ids=(*one.ids, one.ids[-1])) for one in batch.completions]
+    stopped = torch.tensor([one.finish == "stop" for one in batch.completions])
+    assert outside() == added[stopped].tolist() and stopped.any()
+
+
 class Two(World):
     """Rank 0 of two, the other of which has ``other``'s sums."""
 
@@ -205,3 +337,20 @@ def test_the_kl_of_the_ranks_has_a_lowest_and_a_highest() -> None:
         metrics = step_metrics(world, mine, {"update": 1.0}, 2**30)
         assert metrics["kl"] == pytest.approx(0.25)
         assert (metrics["kl_rank_min"], metrics["kl_rank_max"]) == pytest.approx((0.1, 0.3))
+
+
+def test_a_run_that_was_killed_after_a_rollback_does_not_draw_the_old_samples(
+    run_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its newest checkpoint is from before the rollback, whose records lie beside it."""
+    one = ["train", "run.toml", "--checkpoint.every", "1", "--engine.device", "cpu"]
+    assert main([*one, "--run.steps", "1"]) == 0
+    tries = []
+    for number in range(3):
+        run_dir = run_here / f"out{number}"
+        shutil.copytree(run_here / "out", run_dir)
+        if number == 2:
+            (run_dir / "rolled-back-1").mkdir()
+        assert main([*one, "--run.steps", "2", "--run.dir", str(run_dir), "--resume", "auto"]) == 0
+        tries.append([row["completion_ids"] for row in recorded(run_dir / "rollouts", "step-000002.jsonl")])
+    assert tries[0] == tries[1] != tries[2]

@@ -17,7 +17,7 @@ import torch
 from trainer.errors import NoCheckpoint
 
 NAME = "MANIFEST.json"
-FORMAT = 2
+FORMAT = 3
 OWN_GLOBALS = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",

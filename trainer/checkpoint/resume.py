@@ -142,12 +142,13 @@ def _check_trained(found: Found, now: Facts) -> None:
         )
 
 
-def restore(found: Found, engine: ZeroEngine, world: World) -> dict[str, Any]:
-    """Weights, optimizer and random generators of every rank. Returns what ``save`` was given as ``progress``."""
-    if not engine.load(found.path / "deepspeed"):
-        raise NoCheckpoint(f"{found.path}: DeepSpeed found nothing to load in deepspeed/. Fix: another checkpoint.")
-    random_states.restore(_read_json(found.path / random_file(world.rank)), world.device)
-    return _read_json(found.path / PROGRESS)
+def restore(folder: Path, engine: ZeroEngine, world: World) -> dict[str, Any]:
+    """Weights, optimizer and random generators of every rank, from a verified checkpoint. Returns what ``save`` was
+    given as ``progress``."""
+    if not engine.load(folder / "deepspeed"):
+        raise NoCheckpoint(f"{folder}: DeepSpeed found nothing to load in deepspeed/. Fix: another checkpoint.")
+    random_states.restore(_read_json(folder / random_file(world.rank)), world.device)
+    return _read_json(folder / PROGRESS)
 
 
 def _stretched(config: dict[str, Any]) -> list[str]:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 from trainer.checkpoint import manifest
 from trainer.checkpoint.export import write_weights
 from trainer.checkpoint.manifest import Facts, Manifest
-from trainer.checkpoint.store import Found, Store
+from trainer.checkpoint.store import Found, Store, step_of
 from trainer.config import RunConfig, dump
 from trainer.engine import ZeroEngine
-from trainer.errors import RunEnd, Stopped
+from trainer.errors import NoCheckpoint, RunEnd, Stopped
 from trainer.models.policy import Policy
 from trainer.world import World
 
@@ -112,6 +112,31 @@ class Checkpoints:
             error = Stopped(f"{self.store.path}: the checkpoint cannot be written: {failed}")
         self.world.agree(error)
         return cast(list[T], self.world.gather_objects(result))
+
+    def go_back(self) -> Path:
+        """Verifies ``good``, and takes away every later checkpoint. A collective; Stopped where it is damaged."""
+        good = self.good
+        assert good is not None
+
+        def check_and_remove() -> None:
+            try:
+                manifest.verify(good)
+            except NoCheckpoint as damaged:
+                raise Stopped(f"the run cannot go back: {damaged}.") from damaged
+            self.store.remove_after(step_of(good))
+
+        self._agreed(lambda: check_and_remove() if self.world.is_main else None)
+        self.saved_step = step_of(good)
+        return good
+
+    def still_best(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        """``best`` as it was then, after the run has gone back; None where pruning has taken its checkpoint. A
+        collective."""
+        folder = None if best is None else self.store.folder(int(best["step"]))
+        there = bool(self.world.gather_objects(folder is not None and folder.is_dir())[0])
+        self.best = None
+        self.keep_best(folder if there else None)
+        return best if there else None
 
     def keep_good(self, step: int | None) -> None:
         """Pruning leaves that checkpoint alone, while the signals of the run speak against every later one."""

@@ -90,18 +90,26 @@ class Store:
         os.replace(beside, self.path / name)
 
     def prune(self, keep: int, protected: set[Path]) -> None:
-        """Removes all but the newest ``keep`` and the protected ones. Called after a commit: the newest one is valid.
-
-        Renamed first, so that a half-removed folder is never taken for a damaged checkpoint.
-        """
+        """Removes all but the newest ``keep`` and the protected. Called after a commit: the newest one is valid."""
         safe = {path.resolve() for path in protected}
         for folder in self.folders()[keep:]:
             if folder.resolve() not in safe:
-                gone = folder.with_name(REMOVED + folder.name)
-                shutil.rmtree(gone, ignore_errors=True)
-                os.rename(folder, gone)
-                # What cannot be removed just now goes when the run is resumed: no run ends for a rest.
-                shutil.rmtree(gone, ignore_errors=True)
+                self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        """Renamed first, so that a half-removed folder is never taken for a damaged checkpoint."""
+        gone = folder.with_name(REMOVED + folder.name)
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(folder, gone)
+        # What cannot be removed just now goes when the run is resumed: no run ends for a rest.
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def remove_after(self, step: int) -> None:
+        """What was saved later is no part of the run any more."""
+        for folder in self.folders():
+            if step_of(folder) > step:
+                self._remove(folder)
+        self.point("latest", self.folder(step))
 
     def tidy(self, step: int) -> None:
         """Before a run goes on from ``step``: rests of unfinished saves go, newer ones, all damaged, are set aside."""

@@ -38,11 +38,19 @@ class Watch(Section):
         ),
     )
     on_alarm: Literal["warn", "stop", "rollback"] = Field(
-        default="warn", description="What an alarm does, other than that of garbled text. stop: saves, exit code 3."
+        default="warn",
+        description=(
+            "What an alarm does, other than that of garbled text. stop: saves, exit code 3. rollback: goes back to the"
+            " last checkpoint that no signal spoke against, and on from there with other samples (run.seed + 1, + 2,"
+            " ...); after three times it stops."
+        ),
     )
     on_garble: Literal["warn", "stop", "rollback"] = Field(
         default="stop",
-        description="What the alarm of garbled text does. stop: nothing that is trained after it is worth its price.",
+        description=(
+            "What the alarm of garbled text does. stop: nothing that is trained after it is worth its price. rollback:"
+            " as in on_alarm."
+        ),
     )
     baseline_steps: int = Field(
         default=10,

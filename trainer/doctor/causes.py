@@ -13,9 +13,15 @@ CAUSES: dict[str, Cause] = watch.CAUSES | {
         "go on from a checkpoint from before; lower optim.lr, keep optim.max_grad_norm = 1, and use model.dtype = "
         '"bf16" or "fp32", since Qwen2 overflows in fp16',
     ),
-    "tokenizer_mismatch": Cause(
-        "tokenizer and weights do not belong together: ids mean other texts to the model than to the tokenizer",
-        "put tokenizer files and weights of one model into model.name_or_path, and decode with that tokenizer",
+    "loss_overflow": Cause(
+        "the loss is NaN or infinite while the weights are finite: an exponential of log-probs overflows (the "
+        "KL's, the ratio's)",
+        "compute log-probs, ratio and KL in fp32 and bound the exponent before the exponential; lower optim.lr where "
+        "the policy is far from its reference",
+    ),
+    "gradient_overflow": Cause(
+        "the loss is finite and its gradient is not: it overflows in the backward pass",
+        "hold gradients in bf16 or fp32 (model.dtype), not in fp16; with a loss scale of your own, lower it",
     ),
     "weights_not_loaded": Cause(
         "the model knows no more of its prompts than chance: its weights are random, not those of the checkpoint",
@@ -29,25 +35,9 @@ CAUSES: dict[str, Cause] = watch.CAUSES | {
         "prompt and completion together are longer than the RoPE window, so cached decoding and training disagree",
         "lower rollout.max_new_tokens or data.max_prompt_tokens, or set [model.rope] to yarn or linear",
     ),
-    "reference_differs": Cause(
-        "the reference is not the policy as it began: the KL measures two models, and pulls towards another one",
-        "load both from one model.name_or_path; look at reference.mode, lora.start_adapter and RoPE",
-    ),
     "reference_moves": Cause(
         "the reference is trained along with the policy, so the KL holds nothing back",
         "look at reference.mode and at what shares its weights",
-    ),
-    "dropout": Cause(
-        "dropout is on while tokens are scored: ratio and KL are noise from the first step on",
-        "set every dropout to 0 (lora.dropout, attention_dropout of config.json), also in models made by hooks",
-    ),
-    "kl_outside_response": Cause(
-        "tokens of the prompt or of padding are scored, so KL and loss count what nobody sampled",
-        "build the mask from the lengths of the completions, never from attention_mask or ids != pad",
-    ),
-    "end_not_trained": Cause(
-        "the end token of a completion is masked (pad = EOS): the policy never learns to stop",
-        "build the mask from the lengths of the completions, not from ids != pad",
     ),
     "padding_changes_scores": Cause(
         "a completion's log-probs depend on what else is in the batch: attention mask or positions are wrong",
@@ -85,22 +75,9 @@ CAUSES: dict[str, Cause] = watch.CAUSES | {
         "tokens are sampled at another temperature than they are scored at",
         "divide the logits by rollout.temperature in sampling, policy, old policy and reference alike",
     ),
-    "filtered_sampling": Cause(
-        "tokens are drawn through a filter that the scores do not know (repetition penalty, top-p, top-k, min-p)",
-        "rollout.repetition_penalty = 1, top_p = 1, top_k = 0, min_p = 0; set all of them explicitly, or the "
-        "checkpoint's generation_config.json fills them in",
-    ),
-    "group_layout": Cause(
-        "advantages do not compare the completions of one prompt with each other",
-        "keep the completions of a prompt in one group, in the order in which rewards come back",
-    ),
     "reward_constant": Cause(
         "the reward is the same for every completion: nothing to compare, nothing to learn",
         "read completions beside their rewards; give partial credit, or take prompts that the model sometimes solves",
-    ),
-    "reward_fails": Cause(
-        "the reward fails or is no finite number on completions of this model",
-        "mend the reward function on the completions shown; None is the answer where it does not apply",
     ),
     "unscored": Cause(
         "many completions have no reward, so groups are small and their statistics are noise",

@@ -14,17 +14,27 @@ IF_EXPLAINED = 0.3
 EVERYTHING = frozenset(CAUSES)
 EXPLAINS: dict[str, frozenset[str]] = {
     "non_finite": EVERYTHING - {"refused"},
-    "tokenizer_mismatch": frozenset({"not_from_training", "weights_not_loaded", "decoding", "runs_on", "stopped"}),
+    "loss_overflow": frozenset({"stopped", "gradient_overflow"}),
+    "gradient_overflow": frozenset({"stopped"}),
+    "tokenizer_mismatch": frozenset(
+        {"not_from_training", "weights_not_loaded", "decoding", "runs_on", "stopped", "reward_constant"}
+    ),
     "weights_not_loaded": frozenset({"not_from_training", "runs_on", "reward_constant"}),
-    "rope_differs": frozenset({"reference_differs", "sampling_differs", "decoding"}),
-    "rope_window": frozenset({"sampling_differs", "padding_changes_scores", "decoding"}),
+    "rope_differs": frozenset(
+        {"reference_differs", "sampling_differs", "temperature_mismatch", "decoding", "not_from_training", "kl_sign"}
+    ),
+    "rope_window": frozenset({"sampling_differs", "padding_changes_scores", "decoding", "rope_differs"}),
+    # What a step on the KL term does is foretold for a policy that is near its reference.
+    "reference_differs": frozenset({"kl_no_gradient", "kl_sign", "coefficient_scaled", "outliers"}),
     "dropout": frozenset(
         {"reference_differs", "padding_changes_scores", "sampling_differs", "temperature_mismatch", "normalisation"}
         | {"kl_wrong", "filtered_sampling", "reference_moves"}
     ),
     "temperature_mismatch": frozenset({"sampling_differs", "filtered_sampling", "decoding"}),
     "filtered_sampling": frozenset({"sampling_differs", "temperature_mismatch"}),
-    "kl_outside_response": frozenset({"normalisation", "end_not_trained", "padding_changes_scores", "loss_sign"}),
+    "kl_outside_response": frozenset(
+        {"normalisation", "end_not_trained", "padding_changes_scores", "loss_sign", "sampling_differs"}
+    ),
     "padding_changes_scores": frozenset({"sampling_differs", "normalisation"}),
     "kl_wrong": frozenset({"reference_differs"}),
     "reference_moves": frozenset({"kl_sign", "kl_no_gradient"}),
@@ -32,6 +42,8 @@ EXPLAINS: dict[str, frozenset[str]] = {
     "kl_sign": frozenset({"update_too_large", "outliers", "pull_too_strong"}),
     "no_gradient": frozenset({"kl_no_gradient"}),
     "reward_constant": frozenset({"nothing_to_choose", "no_gradient"}),
+    "fallback_reward": frozenset({"reward_fails"}),
+    "reward_fails": frozenset({"unscored"}),
     "group_layout": frozenset({"wrong_direction"}),
     "wrong_direction": frozenset({"stopped", "update_too_large"}),
     "update_too_large": frozenset(

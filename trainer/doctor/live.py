@@ -13,8 +13,10 @@ from trainer.world import connect, disconnect
 REFUSED = "as `zero-grpo preflight` says:"
 REFUSALS = {
     "context window": "rope_window",
+    "unscaled window": "rope_window",
     "rotate positions differently": "rope_differs",
     "inv_freq": "rope_differs",
+    "RoPE is not what its config says": "rope_differs",
     "tokens without a row": "tokenizer_mismatch",
     "there is no tokenizer": "tokenizer_mismatch",
     "which would start at random": "weights_not_loaded",

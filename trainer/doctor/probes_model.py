@@ -21,6 +21,8 @@ from trainer.update import forward, kl_of, passes
 
 LONGEST_READ = 256
 """Tokens of a prompt that are scored."""
+FAR = 100.0
+"""Nats between reference and policy on one token, as a policy has them that falls apart: e^88.7 is the end of fp32."""
 MOST_ROWS = 1.2
 """Rows of the embedding, of its tokens; what is more belongs to another tokenizer."""
 
@@ -139,6 +141,10 @@ def kl_values(parts: Parts) -> Finding | str:
     itself = float(kl_of(state, batch, forward(state, batch)).abs().max())
     if not itself < parts.same:
         return Finding("kl_wrong", 0.9, {"kl_of_the_policy_to_itself": itself})
+    if not exact:
+        batch.reference = ReferenceScores(found["logps"] + FAR, None)
+        if not kl_of(state, batch, forward(state, batch)).isfinite().all():
+            return Finding("loss_overflow", 0.9, {"kl_not_finite_at_a_log_ratio_of": FAR})
     head = state.policy.causal.get_output_embeddings()
     if head.bias is not None:
         return f"to itself {itself:.2g}"

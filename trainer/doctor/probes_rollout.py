@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trainer.batch import Completion
 from trainer.collect import set_advantages
@@ -14,6 +16,7 @@ from trainer.doctor.finding import Finding
 from trainer.doctor.parts import Parts, differing, logps, one_pass_each
 from trainer.doctor.probes_model import prompts_read
 from trainer.errors import Stopped
+from trainer.models.rope_built import inspect_built
 from trainer.rollout.decoder import decoding
 from trainer.rollout.sampling import NoiseKey, Sampler
 from trainer.state import State
@@ -25,6 +28,8 @@ LIKE_CHANCE = 0.9
 """Of ln V, from which on a mean surprise or an entropy is that of knowing nothing."""
 OTHER_TEMPERATURES = torch.arange(0.2, 3.0, 0.02).tolist()
 PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0)
+BASES = (1e4, 1e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
+"""Of RoPE in models that are about: Llama 1 and 2, ..., Llama 3, Qwen2."""
 DRAWN_OTHERWISE = {torch.float32: 0.05, torch.bfloat16: 0.25}
 """Share of tokens from which on they come from another distribution. Rounding moves the edges of all slices, and small
 slices lie beside each other."""
@@ -134,6 +139,21 @@ def groups(parts: Parts) -> Finding | str:
     return f"of {len(made)} completions: 0 in the mean of each prompt, and in the order of the rewards"
 
 
+@contextmanager
+def rotated_by(causal: PreTrainedModel, base: float) -> Iterator[None]:
+    """Plain RoPE of another base; other kinds stay as they are."""
+    decoder = causal.get_decoder()
+    plain = [decoder.get_submodule(one.module) for one in inspect_built(causal) if one.rope_type == "default"]
+    before = [module.inv_freq for module in plain]
+    for module, own in zip(plain, before, strict=True):
+        module.inv_freq = base ** (-torch.arange(len(own), device=own.device) / len(own)).to(own)
+    try:
+        yield
+    finally:
+        for module, own in zip(plain, before, strict=True):
+            module.inv_freq = own
+
+
 @torch.no_grad()
 def full_forward(state: State, completions: Sequence[Completion]) -> Iterator[Tensor]:
     """(tokens of the completion, V) fp32 logits of each, by the plain model without a cache."""
@@ -172,7 +192,31 @@ def sampling(parts: Parts) -> Finding | str:
     evidence |= {"sampled_at": used[0], "scored_at": used[1], "configured": wanted, "left_at_these": left}
     if used[0] != used[1] and left < 0.3 * gap:
         return Finding("temperature_mismatch", 0.95, evidence)
+    for which, name in ((scored, "scored_at_rope_theta"), (sampled, "sampled_at_rope_theta")):
+        by_own = float((curve[wanted] - which).abs().mean())
+        if by_own < 0.3 * gap:  # it is the other one that is wrong
+            continue
+        base, apart = _base_of(parts, which)
+        if apart < 0.1 * by_own:
+            return Finding("rope_differs", 0.95, evidence | {name: base, "left_at_this": apart})
     return Finding("sampling_differs", 0.8, evidence)
+
+
+def _base_of(parts: Parts, logps: Tensor) -> tuple[float, float]:
+    """The RoPE base, not the model's own, by which a plain pass comes nearest to these log-probs; how near, in nats."""
+    state, temperature = parts.state, parts.state.config.rollout.temperature
+    apart = {0.0: math.inf}
+    own = [one.theta for one in inspect_built(state.policy.causal)]
+    for base in (base for base in BASES if not any(math.isclose(base, theta, rel_tol=0.01) for theta in own)):
+        with rotated_by(state.policy.causal, base):
+            logits = list(full_forward(state, parts.completions))
+        found = [
+            (scores / temperature).log_softmax(-1).gather(1, torch.tensor(one.ids, device=scores.device)[:, None])[:, 0]
+            for one, scores in zip(parts.completions, logits, strict=True)
+        ]
+        apart[base] = float((torch.cat(found).cpu() - logps).abs().mean())
+    best = min(apart, key=lambda base: apart[base])
+    return best, apart[best]
 
 
 def filters(parts: Parts) -> Finding | str:

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from trainer.collect import recorded, set_advantages, trained
+from trainer.config import load
 from trainer.doctor.finding import Finding
 from trainer.doctor.parts import (
     Parts,
@@ -17,7 +20,9 @@ from trainer.doctor.parts import (
     one_pass_each,
     reference_logps,
 )
-from trainer.update import global_count, kl_in_loss, passes
+from trainer.record.rollout_rows import rollout_file
+from trainer.record.run_dir import read_metrics, read_object
+from trainer.update import global_count, kl_in_loss, passes, set_kl_coefficient
 
 GAIN = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Nats by which a step shall raise the mean of advantage x log-prob, by dtype: above its rounding, below curvature."""
@@ -36,12 +41,36 @@ def passes_alike(parts: Parts) -> Finding | str:
     whole, apart = gradient_norm(state, completions), gradient_norm(one_pass_each(state), completions)
     evidence = {"grad_norm_one_pass": whole, "grad_norm_split": apart}
     if not math.isfinite(whole + apart):
-        return Finding("non_finite", 0.9, evidence)
+        return Finding("gradient_overflow", 0.9, evidence)  # weights and log-probs are finite, or it would not be asked
     if whole == apart == 0:
         return Finding("no_gradient", 0.9, evidence)
     if abs(whole - apart) > (2e-2 if parts.same < 0.01 else 0.1) * max(whole, apart):
         return Finding("normalisation", 0.85, evidence)
     return f"gradient norm {whole:.4g} in one pass, {apart:.4g} in {len(completions)}"
+
+
+def recorded_step(parts: Parts) -> Finding | str:
+    """The first step that this run has recorded on its ranks, from its rollouts, done again on this one: before any
+    update the weights are the same, and so is the gradient."""
+    run_dir = Path(parts.state.config.run.dir)
+    row = next((one for one in read_metrics(run_dir) if one["step"] == 1), {})
+    if not parts.state.config.run.dir or "grad_norm" not in row or not rollout_file(run_dir, 1).is_file():
+        return ""
+    config = load(str(run_dir / "config.toml"))
+    same = all(getattr(config, name) == getattr(parts.state.config, name) for name in ("model", "lora", "quant"))
+    if not same or config.grpo.updates_per_rollout > 1 or config.grpo.kl.placement == "reward":
+        return ""
+    rollout = config.rollout.model_copy(update={"replay": str(run_dir)})
+    state = replace(parts.state, config=config.model_copy(update={"rollout": rollout}), step=0)
+    set_kl_coefficient(state)
+    completions = recorded(state)
+    set_advantages(state, completions)
+    here = gradient_norm(state, trained(completions, config.grpo.mask_truncated))
+    ranks = len(read_object(run_dir / "environment.json").get("hosts", []))
+    evidence = {"ranks": ranks, "grad_norm_recorded": row["grad_norm"], "grad_norm_on_one_rank": here}
+    if abs(here - row["grad_norm"]) > (2e-2 if parts.same < 0.01 else 0.1) * max(here, row["grad_norm"]):
+        return Finding("normalisation", 0.8, evidence)
+    return f"recorded on {ranks} ranks {row['grad_norm']:.4g}, on one from the same rollouts {here:.4g}"
 
 
 def direction(parts: Parts) -> Finding | str:
@@ -119,4 +148,4 @@ def kl_direction(parts: Parts) -> Finding | str:
     return f"a step on the KL term lowers the squared log-ratio from {before:.3g} to {after:.3g}"
 
 
-PROBES: tuple[Callable[[Parts], Finding | str], ...] = (passes_alike, direction, kl_direction)
+PROBES: tuple[Callable[[Parts], Finding | str], ...] = (passes_alike, recorded_step, direction, kl_direction)

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from trainer.algorithm.schedules import kl_coefficient
 from trainer.doctor.finding import Diagnosis, Finding, ranked
+from trainer.doctor.recorded_kl import KL_CHECKS
 from trainer.doctor.recorded_rollouts import ROLLOUT_CHECKS
 from trainer.doctor.records import ENOUGH, Recorded, Row, Verdict
 from trainer.watch.alarms import Alarms
@@ -17,6 +18,8 @@ WRONG_SIGN = (
     "look at the sign of the loss (`zero-grpo doctor RUN.toml` takes a step and measures it), of the reward and of its "
     "weight: a higher number has to be better"
 )
+FINITE_LOSS = "every loss was finite"
+"""Of the reason for which a run is stopped (update.py: take_step)."""
 PARTS_OF_TOKENIZER = (
     "garble/word_marks",
     "garble/raw_bytes",
@@ -43,13 +46,18 @@ def diagnose_records(run: Recorded, target: str) -> Diagnosis:
 
 def end_of_run(run: Recorded) -> Verdict:
     """What ended it, in its own words, and steps whose gradient was refused: they have a rate and no norm; a step
-    with nothing to train on has neither."""
+    with nothing to train on has neither. A step whose loss was not finite has no loss either."""
     reason, state = run.status.get("reason", ""), run.status.get("state", "")
-    refused = [row["step"] for row in run.metrics if "lr" in row and "grad_norm" not in row]
+    refused = [row for row in run.metrics if "lr" in row and "grad_norm" not in row]
+    lossless = sum("loss" not in row for row in refused)
+    evidence = {"steps_without_gradient": len(refused), "of_them_without_loss": lossless}
     if state == "stopped" and re.search(r"\b(nan|inf|infinity)\b", reason, re.IGNORECASE):
-        return [Finding("non_finite", 0.95, {"reason": reason, "steps_without_gradient": len(refused)})]
+        by_gradient = "gradient norm" in reason
+        cause = "non_finite" if not by_gradient else "gradient_overflow" if FINITE_LOSS in reason else "loss_overflow"
+        return [Finding(cause, 0.95, {"reason": reason, **evidence})]
     if len(refused) >= ENOUGH and len(refused) > len(run.metrics) / 5:
-        return [Finding("non_finite", 0.8, {"steps_without_gradient": len(refused), "first": refused[0]})]
+        cause = "loss_overflow" if lossless > len(refused) / 2 else "gradient_overflow"
+        return [Finding(cause, 0.8, {**evidence, "first": refused[0]["step"]})]
     if state in ("stopped", "lost"):
         cause = "reward_fails" if "max_unscored" in reason else "stopped"
         return [Finding(cause, 0.9 if cause == "reward_fails" else 0.5, {"state": state, "reason": reason})]
@@ -103,7 +111,7 @@ def coefficient(run: Recorded) -> Verdict:
 
 def alarms(run: Recorded) -> Verdict:
     """What the alarms of the run's own settings say of its metrics; most sure of those that stand at the end."""
-    machine = Alarms(run.config.watch, replays=bool(run.config.rollout.replay))
+    machine = Alarms.of(run.config)
     said = [alarm for row in run.metrics for alarm in machine.look(row["step"], _numbers(row))]
     standing = {name for name, one in machine.standings.items() if one.active}
     found = []
@@ -111,6 +119,8 @@ def alarms(run: Recorded) -> Verdict:
         # The first steps move every number of a run; an alarm that is over may have been one of them.
         sure = 0.75 if alarm.alarm in standing else 0.4
         sure = {"grown_sure": 0.2, "pull_too_strong": 0.4, "leak": 0.6}.get(alarm.cause, sure)
+        if alarm.alarm in ("scored_tokens", "advantages", "decoded_text"):  # what one step has broken is broken
+            sure = 0.9
         evidence = {"alarm": alarm.alarm, "since_step": alarm.since, alarm.signal: alarm.value, "limit": alarm.limit}
         if alarm.baseline is not None:
             evidence["at_the_beginning"] = alarm.baseline
@@ -167,7 +177,9 @@ def direction(run: Recorded) -> Verdict:
     evidence = {"kl_by_thirds": [early, middle, late], "kl_coef": run.last("kl_coef"), "lr": max(steps, default=0.0)}
     # From a third to the next t^2 grows 9 times, then 2.8 times.
     if late > 0.01 and early > 0 and late > 4 * middle and late / middle > 0.5 * middle / early:
-        return [Finding("kl_sign", 0.6 if run.last("kl_coef") else 0.3, evidence)]
+        # Where the reward has risen on the way, it is the reward that pulls.
+        pulled = run.last("kl_coef") and not _risen(run.first("reward_mean"), run.last("reward_mean"))
+        return [Finding("kl_sign", 0.6 if pulled else 0.3, evidence)]
     if _within(kl, 10) > 0.5:
         return [Finding("update_too_large", 0.7, evidence | {"kl_within_10_steps": _within(kl, 10)})]
     return f"KL {kl[0]:.2g} at the first step, {late:.2g} over the last third"
@@ -240,6 +252,7 @@ def lengths(run: Recorded) -> Verdict:
 CHECKS: tuple[Callable[[Recorded], Verdict], ...] = (
     end_of_run,
     before_any_update,
+    *KL_CHECKS,
     coefficient,
     garble,
     direction,

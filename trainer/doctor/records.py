@@ -31,6 +31,8 @@ class Recorded:
     status: Row
     tokens: dict[str, int]
     """The policy's vocabulary; empty where the run has not kept it."""
+    histogram: Row
+    """The newest one of the KL; empty where the run makes none."""
 
     def last(self, key: str) -> float | None:
         """Median over the last fifth of the run, five steps at least."""
@@ -64,4 +66,5 @@ def read(folder: Path) -> Recorded:
         {step: rows for step, rows in rollouts.items() if rows},
         read_status(folder),
         vocabulary.get("tokens", {}),
+        read_object(max((folder / "histograms").glob("step-*.json"), default=folder / "none")),
     )

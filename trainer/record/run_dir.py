@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -16,6 +17,14 @@ from trainer.record.rollout_rows import FIELDS, rollout_file
 
 RunState = Literal["running", "done", "stopped", "lost", "preempted", "interrupted"]
 RUN_FILES = ("config.toml", "metrics.jsonl", "run_status.json")
+LINES = ("metrics.jsonl", "alarms.jsonl")
+FILES = {
+    "rollouts": r"step-(\d+)\.jsonl",
+    "samples": r"step_(\d+)\.(?:txt|jsonl)",
+    "histograms": r"step-(\d+)\.(?:json|png)",
+    "eval": r"step-(\d+)\.json",
+}
+"""Records of steps: a line each, and a file each by folder and name."""
 
 
 class RunDirectory:
@@ -77,20 +86,46 @@ class RunDirectory:
 
     def cut_after(self, step: int) -> None:
         """Takes back the records of later steps, which a run that is resumed after ``step`` makes again."""
-        for name in ("metrics.jsonl", "alarms.jsonl"):
+        for name in LINES:
             if (self.path / name).exists():
                 kept = [row for row in read_lines(self.path / name) if row["step"] <= step]
                 self._replace(name, "".join(json.dumps(row) + "\n" for row in kept))
-        for folder, pattern in (
-            ("rollouts", r"step-(\d+)\.jsonl"),
-            ("samples", r"step_(\d+)\.(?:txt|jsonl)"),
-            ("histograms", r"step-(\d+)\.(?:json|png)"),
-            ("eval", r"step-(\d+)\.json"),
-        ):
+        for file in self._files_after(step):
+            file.unlink()
+
+    def set_aside(self, step: int) -> Path:
+        """Moves the files of later steps to ``rolled-back-1`` (2, ...), with all metrics and alarms: the run as it was.
+        Takes their lines back here.
+
+        In this order, since a kill may come at any moment: the run that is resumed makes them again.
+        """
+        aside = self.path / f"rolled-back-{self.rollbacks() + 1}"
+        beside = aside.with_name(f".{aside.name}")
+        shutil.rmtree(beside, ignore_errors=True)
+        (beside / "rollouts").mkdir(parents=True)
+        for name in ("config.toml", "rollouts/vocabulary.json", *LINES):
+            if (self.path / name).exists():
+                shutil.copy(self.path / name, beside / name)
+        for file in self._files_after(step):
+            (beside / file.parent.name).mkdir(exist_ok=True)
+            os.rename(file, beside / file.parent.name / file.name)
+        os.rename(beside, aside)
+        self.cut_after(step)
+        return aside
+
+    def rollbacks(self) -> int:
+        """How often records were set aside."""
+        return len(list(self.path.glob("rolled-back-*")))
+
+    def _files_after(self, step: int) -> list[Path]:
+        """Files of one later step each."""
+        found = []
+        for folder, pattern in FILES.items():
             (self.path / folder).mkdir(parents=True, exist_ok=True)
             for file in (self.path / folder).iterdir():
                 if (match := re.fullmatch(pattern, file.name)) and int(match[1]) > step:
-                    file.unlink()
+                    found.append(file)
+        return found
 
     def write_config(self, text: str) -> None:
         self._replace("config.toml", text)

@@ -1,12 +1,12 @@
 """Samples of a step as files: the form of the user's document for people, JSON with ids for everything else."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.record.console import printable
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 def picked(rows: Sequence[Row]) -> list[tuple[str, Row]]:
@@ -18,9 +18,15 @@ def picked(rows: Sequence[Row]) -> list[tuple[str, Row]]:
 def sample_text(samples: Sequence[tuple[str, Row]]) -> str:
     """Begins as the document's file does: Query and Response of the first completion. Safe to print."""
     return "\n".join(
-        f"Query: {printable(row['prompt'])}\nResponse: {printable(row['completion'])}\n({label}: {facts(row)})\n"
+        f"Query: {printable(row['prompt'])}\nResponse: {printable(row['completion'])}\n"
+        f"({label}: {facts(row)}, garble {garble(row)})\n"
         for label, row in samples
     )
+
+
+def garble(row: Row) -> str:
+    """The parts that are not 0, such as ``replacement 0.25, control 0.05``."""
+    return ", ".join(f"{name} {share:.2g}" for name, share in row["garble"].items() if share) or "none"
 
 
 def facts(row: Row) -> str:
@@ -37,7 +43,8 @@ def worth(reward: float | None) -> str:
 
 
 def sample_lines(samples: Sequence[tuple[str, Row]], decode: Callable[[list[int]], str]) -> str:
-    """JSONL: the whole rows, and ``raw``: all tokens as text, special ones too, by ``decode``."""
+    """JSONL: the whole rows with the parts of their garble, and ``raw``: all tokens as text, special ones too, by
+    ``decode``."""
     return "".join(
         json.dumps({"picked": label, **row, "raw": decode(row["completion_ids"])}, ensure_ascii=False) + "\n"
         for label, row in samples

@@ -56,6 +56,8 @@ def read_run(path: Path) -> Run:
     run.status = read_status(path)
     run.config = read_text(path / "config.toml")
     run.environment = read_text(path / "environment.json")
+    for aside in sorted(path.glob("rolled-back-*")):
+        run.notes.append(f"steps that were rolled back lie in {aside.name}: zero-grpo report {path} {aside}")
     return run
 
 

@@ -54,18 +54,19 @@ class Decoder(ABC):
         generations: int,
         purpose: Literal["train", "eval"] = "train",
         greedy: int = 0,
+        more_seed: int = 0,
     ) -> list[Completion]:
         """``generations`` sampled completions of each prompt and then ``greedy`` ones, in order of group and
         generation.
 
-        The model decodes in eval mode; its modes are as before afterwards.
+        The model decodes in eval mode; its modes are as before afterwards. ``more_seed`` is added to the seed.
         """
 
         def noise(group: Group, generation: int) -> np.ndarray:
             limit = self.rollout.max_new_tokens
             if generation >= generations:
                 return np.full(limit, np.nan)
-            return NoiseKey(self.seed, purpose, step, group.prompt.index, generation).uniforms(limit)
+            return NoiseKey(self.seed + more_seed, purpose, step, group.prompt.index, generation).uniforms(limit)
 
         with torch.no_grad(), decoding(self.causal):
             return self.complete(groups, generations + greedy, noise)

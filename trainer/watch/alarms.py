@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainer.config import RunConfig
 from trainer.config.watch import Watch
 from trainer.watch.causes import CAUSES, suspected
 from trainer.watch.rules import RULES, Numbers, Reading, Rule
@@ -13,7 +14,15 @@ REPEATED_EVERY = 50
 """Steps after which an alarm that still stands is told again."""
 CLEARED_AFTER = 10
 """Steps in a row within the limit that end an alarm."""
-SUBSUMED = {"garble_rising": "garble"}
+UNMENDED = (
+    *("garbled_from_start", "kl_at_start", "sampling_gap", "scored_tokens", "surprise"),
+    *("advantages", "decoded_text", "reward_failing", "memory"),
+)
+"""Alarms of what older weights have as well: a rollback is none of their answers."""
+UNFINISHED = ("garble_rate", "kl_at_step_1", "reward_mean", "reward_std")
+"""What rules read of a beginning that is not over: its first step's, since medians of two steps would move under the
+alarm."""
+SUBSUMED = {"garble_rising": "garble", "kl": "collapse"}
 """An alarm that says nothing beside another, of the same cause and further on."""
 
 
@@ -40,18 +49,16 @@ class Alarm:
         words = {"cause_in_words": CAUSES[self.cause].what, "fix": CAUSES[self.cause].fix}
         return {key: value for key, value in (asdict(self) | words).items() if value is not None}
 
-    def line(self) -> str:
-        """For the console."""
+    def line(self, as_for: str = "") -> str:
+        """For the console. ``as_for``: an alarm of the same cause, which has explained it."""
         began = "" if self.baseline is None else f", {self.baseline:.3g} at the beginning"
         what = f"{self.signal} {self.value:.3g} (limit {self.limit:.3g}{began})"
         if self.event == "cleared":
             return f"step {self.step}: alarm {self.alarm} is over: {what}"
         again = "" if self.count == 1 else f", told {self.count} times"
         cause = CAUSES[self.cause]
-        return (
-            f"step {self.step}: ALARM {self.alarm}: {what}, since step {self.since}{again}. Suspected: {cause.what}. "
-            f"Fix: {cause.fix}."
-        )
+        why = f"as for {as_for}" if as_for else f"{cause.what}. Fix: {cause.fix}"
+        return f"step {self.step}: ALARM {self.alarm}: {what}, since step {self.since}{again}. Suspected: {why}."
 
 
 @dataclass
@@ -74,11 +81,19 @@ class Alarms:
     settings: Watch
     replays: bool = False
     """Rollouts are recorded ones: another policy has sampled them, so the gap to it is no sign."""
+    filtered: bool = False
+    """The run's own settings filter what is sampled (top-p, top-k, min-p, a penalty), so that it is likelier or less
+    likely than the policy's own distribution."""
     first: list[dict[str, float]] = field(default_factory=list)
     """Signals of the first steps."""
     standings: dict[str, Standing] = field(default_factory=dict)
     good_step: int | None = None
     """Of the newest checkpoint from before any sign of trouble."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Alarms":
+        """Those of a run."""
+        return cls(config.watch, replays=bool(config.rollout.replay), filtered=config.rollout.filters)
 
     def progress(self) -> dict[str, Any]:
         standings = {name: asdict(one) for name, one in self.standings.items()}
@@ -90,23 +105,26 @@ class Alarms:
         self.standings = {name: Standing(**one) for name, one in progress["standings"].items()}
 
     def beginning(self) -> dict[str, float]:
-        """Medians of the first steps; of the garble rate what the model came with, before any update."""
+        """Medians of the first steps; of garble rate and KL what the model came with, before any update. Before the
+        first steps are over, the first one."""
+        first = {("kl_at_step_1" if key == "kl" else key): value for key, value in self.first[0].items()}
+        if len(self.first) < self.settings.baseline_steps:
+            return first
         keys = {key for row in self.first for key in row}
         medians = {key: statistics.median(row[key] for row in self.first if key in row) for key in sorted(keys)}
-        return medians | {key: value for key, value in self.first[0].items() if key == "garble_rate"}
+        return medians | {key: value for key, value in first.items() if key in ("garble_rate", "kl_at_step_1")}
 
     def look(self, step: int, row: Numbers) -> list[Alarm]:
         """What is to be told after a step; to be asked once a step, with its metrics."""
-        if self.replays:
-            row = {key: value for key, value in row.items() if key != "sampling_logp_gap"}
+        unsaid = {"sampling_logp_gap", "surprise"} if self.replays else {"surprise"} if self.filtered else set()
+        row = {key: value for key, value in row.items() if key not in unsaid}
         if len(self.first) < self.settings.baseline_steps:
             self.first.append(dict(row))
         begin, known = self.beginning(), len(self.first) >= self.settings.baseline_steps
+        seen = begin if known else {key: value for key, value in begin.items() if key in UNFINISHED}
         limits = self.settings.limits()
         told = []
         for rule in RULES:
-            # Of an unfinished beginning only step 1 is one: medians of two steps would move under the alarm.
-            seen = begin if known else {key: value for key, value in begin.items() if key == "garble_rate"}
             wanted = (known or rule.at_once) and not (rule.relative and self.settings.level == "quiet")
             reading = rule.read(row, seen, limits) if wanted else None
             if reading is not None and (event := self._moved(rule, step, reading)):
@@ -162,9 +180,16 @@ class Alarms:
 
 def stopped_by(alarms: Sequence[Alarm], settings: Watch) -> str:
     """What ends the run after this step, in words; empty when nothing does."""
-    wanted = [
-        alarm.line()
-        for alarm in alarms
-        if alarm.event == "raised" and (settings.on_garble if alarm.alarm == "garble" else settings.on_alarm) == "stop"
+    return "\n".join(alarm.line() for alarm in _asking(alarms, settings, "stop"))
+
+
+def rolled_back_by(alarms: Sequence[Alarm], settings: Watch) -> list[Alarm]:
+    """Those that take the run back after this step."""
+    return [alarm for alarm in _asking(alarms, settings, "rollback") if alarm.alarm not in UNMENDED]
+
+
+def _asking(alarms: Sequence[Alarm], settings: Watch, action: Literal["stop", "rollback"]) -> list[Alarm]:
+    answers = {"garble": settings.on_garble}
+    return [
+        alarm for alarm in alarms if alarm.event == "raised" and answers.get(alarm.alarm, settings.on_alarm) == action
     ]
-    return "\n".join(wanted)

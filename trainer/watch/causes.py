@@ -78,6 +78,39 @@ CAUSES: dict[str, Cause] = {
         "memory that a step takes is not given back",
         "look for tensors that a reward function or a hook keeps; a checkpoint and a restart give it back",
     ),
+    "reference_differs": Cause(
+        "the reference is not the policy as it began: the KL measures two models, and pulls towards another one",
+        "load both from one model.name_or_path; look at reference.mode, lora.start_adapter and RoPE",
+    ),
+    "dropout": Cause(
+        "dropout is on while tokens are scored: ratio and KL are noise from the first step on",
+        "set every dropout to 0 (lora.dropout, attention_dropout of config.json), also in models made by hooks",
+    ),
+    "kl_outside_response": Cause(
+        "tokens of the prompt or of padding are scored, so KL and loss count what nobody sampled",
+        "build the mask from the lengths of the completions, never from attention_mask or ids != pad",
+    ),
+    "end_not_trained": Cause(
+        "the end token of a completion is masked (pad = EOS): the policy never learns to stop",
+        "build the mask from the lengths of the completions, not from ids != pad",
+    ),
+    "filtered_sampling": Cause(
+        "tokens are drawn through a filter that the scores do not know (repetition penalty, top-p, top-k, min-p)",
+        "rollout.repetition_penalty = 1, top_p = 1, top_k = 0, min_p = 0; set all of them explicitly, or the "
+        "checkpoint's generation_config.json fills them in",
+    ),
+    "tokenizer_mismatch": Cause(
+        "tokenizer and weights do not belong together: ids mean other texts to the model than to the tokenizer",
+        "put tokenizer files and weights of one model into model.name_or_path, and decode with that tokenizer",
+    ),
+    "group_layout": Cause(
+        "advantages do not compare the completions of one prompt with each other",
+        "keep the completions of a prompt in one group, in the order in which rewards come back",
+    ),
+    "reward_fails": Cause(
+        "the reward fails or is no finite number on completions of this model",
+        "mend the reward function on the completions shown; None is the answer where it does not apply",
+    ),
 }
 
 
@@ -85,6 +118,11 @@ def suspected(alarm: str, row: Mapping[str, float], begin: Mapping[str, float]) 
     """The most likely cause (a key of ``CAUSES``) of an alarm, from the step's metrics and those of the beginning."""
     if alarm in FIXED_CAUSES:
         return FIXED_CAUSES[alarm]
+    if alarm == "scored_tokens":
+        return "kl_outside_response" if row.get("scored_per_sampled", 2.0) > 1 else "end_not_trained"
+    if alarm == "kl_at_start":
+        # Only policy and reference differ, or any two passes do.
+        return "dropout" if begin.get("sampling_logp_gap", 0.0) > 0.01 else "reference_differs"
     if alarm.startswith("garble") and row.get("kl", 1.0) < 0.05:
         return "decoding"
     if reward_change(row, begin) < -0.5 and not alarm.startswith("entropy_"):
@@ -99,6 +137,10 @@ def suspected(alarm: str, row: Mapping[str, float], begin: Mapping[str, float]) 
 FIXED_CAUSES = {
     "garbled_from_start": "not_from_training",
     "sampling_gap": "sampling_differs",
+    "surprise": "filtered_sampling",
+    "advantages": "group_layout",
+    "decoded_text": "tokenizer_mismatch",
+    "reward_failing": "reward_fails",
     "kl_ranks": "ranks_differ",
     "kl_outliers": "outliers",
     "reward_kl_ratio": "pull_too_strong",

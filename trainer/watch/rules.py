@@ -22,6 +22,9 @@ class Reading:
     """Back far enough that an alarm ends; between the two nothing changes."""
 
 
+SAME_KL = 5e-3
+"""Nats per token between two passes of one model: k3 of log-probs that are 0.1 apart, twice the rounding of bf16."""
+
 Read = Callable[[Numbers, Numbers, Numbers], Reading | None]
 
 
@@ -88,12 +91,55 @@ def garbled_from_start(row: Numbers, begin: Numbers, limits: Numbers) -> Reading
     return Reading(value, entry, begin["garble_rate"], min(value, begin["garble_rate"]) >= entry, value < entry / 2)
 
 
+def exactly(signal: str, right: float, *, within: float = 0.0) -> Read:
+    """An invariant of the trainer's own: at every step of any run."""
+
+    def read(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+        if signal not in row:
+            return None
+        value = row[signal]
+        off = abs(value - right) > within
+        return Reading(value, right, None, off, not off)
+
+    return read
+
+
+def reward_failing(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    shares = [value for key, value in row.items() if key.endswith("/failed_fraction")]
+    value = max(shares, default=0.0)
+    return Reading(value, 0.2, None, value > 0.2, value < 0.1) if shares else None
+
+
+def kl_at_start(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Before any update the policy is its reference; what stands between the two then stays for the whole run."""
+    if (value := begin.get("kl_at_step_1")) is None:
+        return None
+    return Reading(value, SAME_KL, None, abs(value) > SAME_KL, False)
+
+
+def surprise(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Tokens drawn from p have E[-ln p] = H(p); a filter draws likelier ones, a penalty less likely ones. A temperature
+    shows in the gap, and a loss without a KL term reads groups that were chosen by their rewards."""
+    if "kl" not in row or "surprise" not in row or row.get("sampling_logp_gap", 1.0) > 0.02:
+        return None
+    off, limit = row["surprise"] - row["entropy"], max(0.05, 0.15 * row["entropy"])
+    return Reading(off, limit, None, abs(off) > limit, abs(off) < limit / 2)
+
+
 def kl(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     """Far from the reference; or not so far, and the worse for it."""
     if "kl" not in row:
         return None
     limit = limits["kl"] / 10 if reward_change(row, begin) < -0.25 else limits["kl"]
     return Reading(row["kl"], limit, None, row["kl"] > limit, row["kl"] < limit / 2)
+
+
+def collapse(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Far from the reference with the reward gone: two signs at once need no patience."""
+    if "kl" not in row:
+        return None
+    limit, lost = limits["kl"] / 2, reward_change(row, begin)
+    return Reading(row["kl"], limit, None, row["kl"] > limit and lost < -0.5, row["kl"] < limit / 2 or lost > -0.25)
 
 
 def below(signal: str, floor: Callable[[Numbers, Numbers], float]) -> Read:
@@ -154,6 +200,13 @@ RULES = (
     Rule("garble", "garble_rate", garble, patience=2, at_once=True),
     Rule("garble_rising", "garble_rate", garble_rising, patience=3, at_once=True),
     Rule("sampling_gap", "sampling_logp_gap", above("sampling_logp_gap", lambda _, at: at["sampling_gap"]), 3, True),
+    Rule("scored_tokens", "scored_per_sampled", exactly("scored_per_sampled", 1.0), patience=1, at_once=True),
+    Rule("advantages", "advantage_bias", exactly("advantage_bias", 0.0, within=0.01), patience=1, at_once=True),
+    Rule("decoded_text", "text_unlike_ids", exactly("text_unlike_ids", 0.0), patience=1, at_once=True),
+    Rule("reward_failing", "rewards/*/failed_fraction", reward_failing, patience=3, at_once=True, relative=True),
+    Rule("kl_at_start", "kl at step 1", kl_at_start, patience=1, at_once=True),
+    Rule("surprise", "surprise - entropy", surprise, patience=10, at_once=True, relative=True),
+    Rule("collapse", "kl", collapse, patience=1, at_once=True),
     Rule("kl", "kl", kl, patience=3, at_once=True),
     Rule("kl_ranks", "kl_rank_max / kl_rank_min", kl_ranks, patience=20, relative=True),
     Rule("kl_outliers", "kl_std / kl", kl_outliers, patience=3),

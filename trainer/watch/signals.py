@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.batch import Completion
+from trainer.batch import Completion, Prompt
 from trainer.record.metrics import Sums
 from trainer.watch.garble import FEWEST_RESPELLED, LIMITS, broken_parts, garble_parts, repetition
 from trainer.world import World
@@ -17,7 +17,8 @@ SLOPE_STEPS, FEWEST_OF_A_SLOPE = 50, 20
 
 
 def measure_text(completions: Sequence[Completion], sums: Sums, tokenizer: PreTrainedTokenizerBase) -> None:
-    """``garble_rate`` and each of its parts as a share of this rank's completions, and ``repetition``, their mean."""
+    """``garble_rate`` and each of its parts as a share of this rank's completions, ``repetition``, their mean, and
+    ``text_unlike_ids``: texts that the policy's own tokenizer does not make of their ids."""
     for completion, parts in zip(completions, garbles(completions, tokenizer), strict=True):
         broken = broken_parts(parts)
         sums.add("garble_rate", bool(broken), 1)
@@ -25,6 +26,9 @@ def measure_text(completions: Sequence[Completion], sums: Sums, tokenizer: PreTr
             sums.add(f"garble/{name}", name in broken, 1)
         if len(completion.ids) >= 8:
             sums.add("repetition", repetition(completion.ids), 1)
+    for completion in (one for one in completions if one.generation == 0):  # one of each prompt is enough
+        text = str(tokenizer.decode(list(completion.ids), skip_special_tokens=True))
+        sums.add("text_unlike_ids", text != completion.text, 1)
 
 
 def garbles(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, float]]:
@@ -47,6 +51,13 @@ def garbles(completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBas
         )
         for i, completion in enumerate(completions)
     ]
+
+
+def garble_of_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+    """``garbles`` of a row of the rollout file."""
+    prompt = Prompt(row["row"], row["prompt"], tuple(row["prompt_ids"]), None, {})
+    ids, finish, text = tuple(row["completion_ids"]), row["finish"], row["completion"]
+    return garbles([Completion(row["group"], row["index"], prompt, ids, (), finish, text)], tokenizer)[0]
 
 
 def top_tokens(completions: Sequence[Completion], world: World) -> list[tuple[int, float]]:

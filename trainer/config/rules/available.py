@@ -10,8 +10,6 @@ from trainer.config.schema import RunConfig
 # key -> (values that do not work yet, what to use)
 NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     "rollout.engine": (("vllm",), '"shared" or "hf"'),
-    "watch.on_alarm": (("rollback",), '"stop"'),
-    "watch.on_garble": (("rollback",), '"stop"'),
 }
 # Keys that only take their default yet.
 FIXED = ("watch.checksum_every",)

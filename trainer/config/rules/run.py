@@ -127,6 +127,24 @@ def one_batch_limit(config: RunConfig) -> Iterator[Problem]:
         yield from unused("engine", config.engine, ["token_budget"], reason, "engine.micro_batch")
 
 
+def rollback_changes_something(config: RunConfig) -> Iterator[Problem]:
+    for key in ("on_alarm", "on_garble"):
+        if getattr(config.watch, key) != "rollback":
+            continue
+        if not config.checkpoint.every:
+            yield problem(
+                f"watch.{key} checkpoint.every",
+                f'watch.{key} = "rollback" goes back to a checkpoint, and checkpoint.every = 0 saves none. Give'
+                f' checkpoint.every, for example 20, or use watch.{key} = "stop".',
+            )
+        if config.rollout.replay:
+            yield problem(
+                f"watch.{key} rollout.replay",
+                f'watch.{key} = "rollback" goes on with other samples, and with rollout.replay ='
+                f' "{config.rollout.replay}" none are drawn: it would come to the same. Use watch.{key} = "stop".',
+            )
+
+
 def hook_names(config: RunConfig) -> Iterator[Problem]:
     for name in config.hooks.before_rollout:
         if not HOOK.fullmatch(name):
@@ -148,5 +166,6 @@ RULES = (
     offload_needs_adam,
     deepspeed_name,
     one_batch_limit,
+    rollback_changes_something,
     hook_names,
 )
