@@ -51,7 +51,10 @@ class Reward(Section):
         pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="Name in metrics and rollouts: letters, digits, _ and -."
     )
     kind: Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "ollama", "http"] = Field(
-        description="python: a function of yours. builtin: one that ships. The others are models and services."
+        description=(
+            "python: a function of yours. builtin: one that ships. embedding: cosine with the answer. model: a reward"
+            " model. The others are services."
+        )
     )
     weight: float = Field(
         default=1.0, description="Weight in the sum of rewards; below 0 for a penalty, 0 to record only."
@@ -82,7 +85,13 @@ class Reward(Section):
     pattern: str = Field(default="", description="builtin regex: Python regular expression to find in the completion.")
     target: int = Field(default=0, ge=0, description="builtin length: tokens that score 1.")
     limit: int = Field(default=0, ge=0, description="builtin length: tokens up to which a completion scores 1.")
-    path: str = Field(default="", description="model, embedding: folder or hub name.")
+    path: str = Field(
+        default="",
+        description=(
+            "Folder, seen from where you start, or hub name. embedding: of a sentence encoder, whose cosine of"
+            " completion and answer is the score. model: of a sequence-classification model of one output."
+        ),
+    )
     url: str = Field(default="", description="Services: where they listen.")
     model: str = Field(default="", description="Services: the name of the model.")
     key_env: str = Field(

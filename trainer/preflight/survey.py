@@ -219,6 +219,9 @@ def _rewards_on_data(found: Survey) -> None:
     if problems := rewards.check(prompts.train + prompts.eval):
         found.errors += [f"rewards and data do not fit: {problem}" for problem in problems]
         return
+    if (told := found.ask(lambda: rewards.load(found.device))) is None:
+        return
+    found.notes += told
     found.probes = probe_rewards(rewards, prompts.train, tokenizer)
     found.errors += found.probes.errors
     found.warnings += found.probes.warnings

@@ -8,13 +8,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
 from trainer.errors import Refused, Stopped
 from trainer.rewards import builtin
 from trainer.rewards.arguments import Signature, TrainerState, mismatches
 from trainer.rewards.calls import RewardFunction, Scores, row_name, score_rows, start_event_loop
+from trainer.rewards.embedding import EmbeddingReward
+from trainer.rewards.frozen import ModelReward
 from trainer.rewards.functions import copy_files, resolve
+from trainer.rewards.reward_model import RewardModel
 
 
 @dataclass
@@ -47,7 +52,8 @@ class RewardRuntime:
             try:
                 self._functions.append(self._resolve(section))
             except Refused as refusal:
-                problems.append(f"reward {section.name!r}, function = {section.function!r}: {refusal}")
+                where = f", function = {section.function!r}" if section.function else ""
+                problems.append(f"reward {section.name!r}{where}: {refusal}")
         if problems:
             raise Refused("\n".join(problems))
         self._loop = start_event_loop() if any(reward.is_async for reward in self._functions) else None
@@ -62,6 +68,10 @@ class RewardRuntime:
                 found = builtin.unusable_rows(reward.function, reward.signature, prompts)
             problems += [f"{reward.label} {problem}" for problem in found]
         return problems
+
+    def load(self, device: torch.device) -> list[str]:
+        """Reads the weights of encoders and reward models, once; what each is, in words."""
+        return [model.load(device) for model in self._models() if model.network is None]
 
     def score(self, completions: list[Completion], step: int) -> RewardResult:
         """Fill ``rewards`` and ``reward`` of each completion. ``step``: rollout steps done before this one.
@@ -112,18 +122,30 @@ class RewardRuntime:
         }
         return {name: hashlib.sha256(file.read_bytes()).hexdigest() for file, name in names.items()}
 
+    def model_hashes(self) -> dict[str, str]:
+        """Key of the run file -> SHA-256 of what the loaded model behind it is."""
+        return {model.key: model.sha256 for model in self._models() if model.network is not None}
+
+    def _models(self) -> list[ModelReward]:
+        functions: list[Any] = [reward.function for reward in self._functions]
+        return [function for function in functions if isinstance(function, ModelReward)]
+
     def _resolve(self, section: Reward) -> RewardFunction:
         if section.kind == "python":
             function = resolve(section.function, self.folder, self._files)
         elif section.kind == "builtin":
             function = builtin.bind(section)
+        elif section.kind == "embedding":
+            function = EmbeddingReward(section)
+        elif section.kind == "model":
+            function = RewardModel(section)
         else:
-            raise Refused(f'kind = "{section.kind}" is not available in this version; use "python" or "builtin"')
+            raise Refused(f'kind = "{section.kind}" is not available in this version')
         try:
             signature = Signature.of(function)
         except (TypeError, ValueError):
             raise Refused("Python cannot tell its parameters; wrap it in a function of yours") from None
-        label = f"reward {section.name!r} ({section.function})"
+        label = f"reward {section.name!r} ({section.function or section.path})"
         return RewardFunction(section.name, label, function, signature, section.timeout, section.retries)
 
     def _ask_all(self, completions: list[Completion], state: TrainerState) -> list[Scores]:

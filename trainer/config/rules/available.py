@@ -15,7 +15,7 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
 }
 # Keys that only take their default yet.
 FIXED = ("watch.checksum_every",)
-REWARD_KINDS = ("python", "builtin")
+REWARD_KINDS = ("python", "builtin", "embedding", "model")
 
 
 def not_yet(config: RunConfig) -> Iterator[Problem]:
