@@ -30,6 +30,8 @@ from trainer.record.run_dir import RunDirectory
 
 GROUP = 8
 """Completions a prompt. GRPO compares them with each other; the document, which has no groups, names no number."""
+ENCODER_TIMEOUT = 600.0
+"""Seconds for a rank's completions of a step: an encoder of 568M weights on a CPU takes its time."""
 FIRST_LINE = "# Written by launch/train_grpo.py, and again at its next start. To change it by hand, take a copy."
 STILL_MISSING = """
 # Still missing: what a completion is worth. This would be the function `score` of a rewards.py beside this file:
@@ -49,7 +51,7 @@ class RunFile:
     """Dotted key -> value, as text."""
     origins: dict[str, str] = field(default_factory=dict)
     """Dotted key -> the flag that it comes from, or the reason."""
-    reward: dict[str, str] = field(default_factory=dict)
+    rewards: list[dict[str, Any]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     """What was decided or set aside, and why."""
 
@@ -75,7 +77,7 @@ def start(arguments: Sequence[str]) -> int:
     if RANK == 0:
         say("\n".join([text, f"Saved as {run_file.path}.", *(f"- {remark}" for remark in run_file.remarks)]))
     if not config.reward:
-        raise Refused(no_reward(flags, config, run_file.path))
+        raise Refused(no_reward(config, run_file.path))
     return main(["train", str(run_file.path), *(["--resume", resume] if resume else [])])
 
 
@@ -102,7 +104,7 @@ def translate(flags: dict[str, str], keys: Sequence[str], ranks: int, wrong: lis
     batch(flags, ranks, run_file, wrong)
     adapter(keys, run_file)
     evaluation(flags, keys, run_file)
-    reward(flags, run_file)
+    rewards(flags, run_file)
     return run_file
 
 
@@ -169,34 +171,49 @@ def saved_splits(folder: Path) -> list[str]:
         return []  # what is wrong with the folder is said where its rows are read
 
 
-def reward(flags: dict[str, str], run_file: RunFile) -> None:
-    if not (given := flags.get("reward_function")):
+def rewards(flags: dict[str, str], run_file: RunFile) -> None:
+    """A function, an encoder or reward model, or both, which are summed."""
+    if given := flags.get("reward_function"):
+        file, _, name = given.rpartition(":")
+        # Given as seen from here, read as seen from the run file.
+        function = f"{os.path.relpath(file, run_file.path.parent)}:{name}" if file.endswith(".py") else given
+        kind = "python" if file or given.endswith(".py") else "builtin"
+        run_file.rewards.append({"name": "score", "kind": kind, "function": function})
+        run_file.origins["reward.0.function"] = "--reward_function"
+    if not (path := flags.get("reward_model_name_or_path")):
         return
-    file, _, name = given.rpartition(":")
-    # Given as seen from here, read as seen from the run file.
-    function = f"{os.path.relpath(file, run_file.path.parent)}:{name}" if file.endswith(".py") else given
-    kind = "python" if file or given.endswith(".py") else "builtin"
-    run_file.reward = {"name": "score", "kind": kind, "function": function}
-    run_file.origins["reward.0.function"] = "--reward_function"
-    if encoder := flags.get("reward_model_name_or_path"):
-        run_file.remarks.append(
-            f"--reward_model_name_or_path {encoder} is set aside: this version has no encoder and no reward model. What"
-            f" scores is --reward_function {given}."
-        )
+    kind, name = ("model", "judge") if is_classifier(Path(path)) else ("embedding", "similarity")
+    run_file.rewards.append({"name": name, "kind": kind, "path": path, "timeout": ENCODER_TIMEOUT})
+    run_file.origins[f"reward.{len(run_file.rewards) - 1}.path"] = "--reward_model_name_or_path"
+    scores = (
+        "the score of this reward model" if kind == "model" else "the cosine of completion and reference answer, by it"
+    )
+    both = f", added to --reward_function {given}" if given else ""
+    run_file.remarks.append(f"--reward_model_name_or_path {path}: the reward is {scores}{both}. No projection.")
+
+
+def is_classifier(folder: Path) -> bool:
+    """A folder with a sequence-classification model. What is not here, as BAAI/bge-m3 before it is downloaded, is taken
+    for an encoder, as the document does; the trainer refuses what is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return any(name.endswith("ForSequenceClassification") for name in config["architectures"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def check(run_file: RunFile, keys: Sequence[str], wrong: list[str]) -> tuple[dict[str, Any], RunConfig]:
     """The run file as a tree and as a config. Raises `Refused` with every mistake, each under its flag."""
-    tree: dict[str, Any] = {"reward": [dict(run_file.reward)]} if run_file.reward else {}
+    tree: dict[str, Any] = {"reward": [dict(entry) for entry in run_file.rewards]} if run_file.rewards else {}
     order = dotted_keys()
     settings = sorted(run_file.settings.items(), key=lambda setting: order.index(setting[0]))
     _, wrong_keys = overrides.apply(tree, [*(f"--{key}={value}" for key, value in settings), *keys])
     problems = secrets.take(tree)
     tables = [name for name in RunConfig.model_fields if name in tree]
-    config, found = mistakes(tree, ("score",))
+    config, found = mistakes(tree, tuple(entry["name"] for entry in run_file.rewards) or ("score",))
     problems += found or (broken(config) if config else [])
     # The reward alone may still be missing: what the other flags mean is worth knowing before one is written.
-    problems = [problem for problem in problems if run_file.reward or problem.keys[0] != ("reward",)]
+    problems = [problem for problem in problems if run_file.rewards or problem.keys[0] != ("reward",)]
     wrong = [*wrong, *wrong_keys, *(located(problem, run_file) for problem in problems)]
     if not tree.get("run", {}).get("dir"):
         wrong.append("--output_dir is missing: the directory that this run writes.")
@@ -244,17 +261,12 @@ def save(path: Path, text: str) -> None:
         raise Refused(f"{path}: the run file cannot be saved: {error}. Fix: another --output_dir.") from error
 
 
-def no_reward(flags: dict[str, str], config: RunConfig, path: Path) -> str:
-    encoder = flags.get("reward_model_name_or_path")
-    lacking = (
-        f"--reward_model_name_or_path {encoder}: this version has no encoder and no reward model to score with."
-        if encoder
-        else "there is no reward: what is a completion worth?"
-    )
+def no_reward(config: RunConfig, path: Path) -> str:
     unsafe = "".join(f"\n- {sentence}" for sentence in warnings(config))
     return (
-        f"{lacking}\nFix: --reward_function rewards.py:score, a function of yours (launch/README.md shows one that asks"
-        " bge-m3), or --reward_function with the name of a built-in: exact_match, last_number, math_verify. Or fill in"
+        "there is no reward: what is a completion worth?\nFix: --reward_model_name_or_path BAAI/bge-m3, an encoder that"
+        " compares with the reference answer, or --reward_function rewards.py:score, a function of yours, or"
+        " --reward_function with the name of a built-in: exact_match, last_number, math_verify. Or fill in"
         f" [[reward]] at the end of a copy of {path}." + (f"\nWorth a second thought before:{unsafe}" if unsafe else "")
     )
 

@@ -76,7 +76,8 @@ OTHERS = {
     "per_device_train_batch_size": "completions that a rank has in memory at a time: engine.micro_batch",
     "gradient_accumulation_steps": "times the above, times the ranks: completions a step",
     "reward_function": "a built-in reward, FILE.py:FUNCTION or MODULE:FUNCTION: a [[reward]] called score",
-    "reward_model_name_or_path": "not in this version, which has no encoder and no reward model",
+    "reward_model_name_or_path": "a sentence encoder, whose cosine with the reference answer is the reward, or a reward"
+    " model (…ForSequenceClassification)",
     "resume_from_checkpoint": "auto, or a checkpoint: goes on with the run in --output_dir",
     "local_rank": "as launchers give it; LOCAL_RANK says the same",
 }

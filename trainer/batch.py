@@ -23,6 +23,8 @@ class Prompt:
     """The chat messages as the user gave them (system prompt included); None when the row's prompt is a string."""
     columns: dict[str, Any]
     """Every other column of the row, under the user's own names; the mapped answer also under "answer"."""
+    asked: tuple[dict[str, Any], ...] | None = None
+    """Where the row's prompt is a string that was rendered: the messages that it became."""
 
 
 @dataclass

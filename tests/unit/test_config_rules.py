@@ -396,12 +396,6 @@ CASES = [
         {},
     ),
     ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
-    (
-        "reward_kinds",
-        {"reward": [{"name": "a", "kind": "model", "path": "m"}]},
-        ["reward.a.kind", 'use "python" or "builtin" or "openai"'],
-        {},
-    ),
     *(
         (
             "address",

@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[2] / "trainer"
 FLOORS = (
     ("errors", "batch", "quiet"),
     ("config", "world", "algorithm", "record", "interrupts", "launcher", "arguments"),
-    ("rewards", "data", "models", "engine", "balance", "plan", "report"),
-    ("rollout", "checkpoint", "minibatch", "watch", "data_tools"),
+    ("data", "models", "engine", "balance", "plan", "report"),
+    ("rewards", "rollout", "checkpoint", "minibatch", "watch", "data_tools"),
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),
     ("preflight", "train"),

@@ -328,10 +328,10 @@ def test_all_rewards_that_cannot_be_had_are_named_at_once(folder: Path) -> None:
     sections = [
         Reward(name="a", kind="python", function="rewards.py:nope"),
         Reward(name="a", kind="builtin", function="nope"),
-        Reward(name="b", kind="model", path="somewhere"),
+        Reward(name="b", kind="model", path="./somewhere"),
     ]
     with pytest.raises(Refused) as refusal:
         RewardRuntime(sections, folder)
     text = str(refusal.value)
     assert len(text.splitlines()) == 4
-    assert "two rewards are called 'a'" in text and 'kind = "model" is not available' in text
+    assert "two rewards are called 'a'" in text and "reward.b.path = ./somewhere: no such folder" in text

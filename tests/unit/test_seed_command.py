@@ -4,23 +4,19 @@ of."""
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import train_grpo
 import train_grpo_flags
 
-from trainer.config import RunConfig, load, recipes, shipped, warnings
+from trainer.config import RunConfig, load, shipped, warnings
 from trainer.config.fields import field_at
 from trainer.errors import Refused
 from trainer.rewards.builtin import BUILTINS
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "launch/README.md").read_text("utf-8").split("## The seed document's command line")[1]
 
 # Section 4.3 of the document, without its line continuations.
 DOCUMENT = (
@@ -231,13 +227,18 @@ def test_a_secret_is_neither_repeated_nor_written(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
-def test_the_encoder_is_answered_by_name_and_the_run_file_lies_there(
+NO_REWARD = [word for word in FLAGS if word not in ("--reward_model_name_or_path", "BAAI/bge-m3")]
+
+
+def test_without_a_reward_it_says_so_and_the_run_file_lies_there(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Refused) as refused:
-        train_grpo.start(FLAGS)
+        train_grpo.start(NO_REWARD)
     said, shown = str(refused.value), capsys.readouterr().out
-    assert "--reward_model_name_or_path BAAI/bge-m3: this version has no encoder" in said
+    assert (
+        "there is no reward: what is a completion worth?" in said and "--reward_model_name_or_path BAAI/bge-m3" in said
+    )
     assert "--reward_function rewards.py:score" in said and "watch.hang_timeout = 180000000 s are 5.7 years" in said
     named = re.search(r"name of a built-in: (.+?)\.", said)
     assert named and set(named[1].split(", ")) <= set(BUILTINS)
@@ -260,16 +261,32 @@ def test_with_a_reward_it_trains_on_what_it_saved(here: Path, monkeypatch: pytes
     assert trained == [["train", "runs/a.toml"]]
     config = load("runs/a.toml")
     assert config == made(flags)[0]
-    (reward,) = config.reward
+    (reward, _) = config.reward
     assert (reward.kind, reward.function) == ("python", "../code/mine.py:judge")  # as seen from the run file
     assert train_grpo.start([*flags, "--reward_function", "last_number"]) == 3
-    (reward,) = load("runs/a.toml").reward
+    (reward, _) = load("runs/a.toml").reward
     assert (reward.kind, reward.function) == ("builtin", "last_number")
 
 
-def test_an_encoder_beside_a_function_is_set_aside_aloud() -> None:
-    _, run_file = made([*FLAGS, "--reward_function", "exact_match"])
-    assert any("BAAI/bge-m3 is set aside" in remark for remark in run_file.remarks)
+def test_the_encoder_is_the_reward_and_beside_a_function_added_to_it(here: Path) -> None:
+    config, run_file = made(FLAGS)
+    (encoder,) = config.reward
+    assert (encoder.name, encoder.kind, encoder.path) == ("similarity", "embedding", "BAAI/bge-m3")
+    assert any(
+        "the cosine of completion and reference answer, by it. No projection." in one for one in run_file.remarks
+    )
+    config, run_file = made([*FLAGS, "--reward_function", "exact_match"])
+    assert [reward.name for reward in config.reward] == ["score", "similarity"]
+    assert any("added to --reward_function exact_match" in remark for remark in run_file.remarks)
+
+
+def test_a_folder_with_a_classifier_is_a_reward_model(here: Path) -> None:
+    (here / "judge").mkdir()
+    (here / "judge/config.json").write_text('{"architectures": ["Qwen2ForSequenceClassification"]}')
+    flags = [{"BAAI/bge-m3": "judge"}.get(word, word) for word in FLAGS]
+    config, run_file = made(flags)
+    assert [(reward.kind, reward.path) for reward in config.reward] == [("model", "judge")]
+    assert any("the score of this reward model" in remark for remark in run_file.remarks)
 
 
 def test_a_run_and_a_file_of_somebody_elses_are_left_alone(here: Path) -> None:
@@ -310,7 +327,7 @@ def test_only_rank_0_speaks_and_every_rank_writes(
 ) -> None:
     monkeypatch.setattr(train_grpo, "RANK", 1)
     with pytest.raises(Refused):
-        train_grpo.start(FLAGS)
+        train_grpo.start(NO_REWARD)
     assert capsys.readouterr().out == ""
     assert [path.name for path in here.iterdir()] == ["qwen25-grpo-checkpoint.toml"]
 
@@ -399,59 +416,7 @@ def test_short_answers_longer_limits_and_a_day_are_not_warned_of() -> None:
     assert warnings(RunConfig.model_validate(tree)) == []
 
 
-def test_the_encoder_reward_of_readme_and_recipe_is_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = {"noodles": [1.0, 0.0], "noodle soup": [0.6, 0.8], "physics": [0.0, 1.0]}
-
-    class Encoder:
-        def encode(self, texts: list[str], normalize_embeddings: bool) -> np.ndarray:
-            assert normalize_embeddings
-            return np.array([vectors[text] for text in texts])
-
-    module = SimpleNamespace(SentenceTransformer=lambda name, device: Encoder())
-    monkeypatch.setitem(sys.modules, "sentence_transformers", module)
-    (readme,) = re.findall(r"^```python\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
-    commented = re.findall(
-        r"^#(?:   (.*))?$", recipes.read("seed").split("[embed]'):\n")[1].split("[[reward]]")[0], re.M
-    )
-    for source in (readme, "\n".join(commented)):
-        names: dict[str, Any] = {}
-        exec(source, names)
-        scores = names["similarity"](["physics", "noodle soup"], answer=["noodles", "noodles"], query=["?", "?"])
-        assert scores == [0.0, 0.6]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            "disable_ref_dropout",
-            "safe_kl_divergence",
-            "ddp_kl_coef_adjust",
-            "QWEN25_ROLLOUT_CONFIG",
-            "compute_kl_diverg",
-        ),
-        *(
-            "kl_coef_scheduler",
-            "kl_loss_coef_schedule",
-            "monitor_entropy",
-            "reward_kl_ratio",
-            "kl_dist_step",
-            "samples/",
-        ),
-        *("BGE3RewardModel", "rollout_buffer.clear", "effective_ctx", "convert_to_slime_format", "dashcope", "num_ctx"),
-        *("[-8192:]", "q4_k_m", "4.41.2", "slime-ai/slime", "▁", "267746", "ref_logits", "rotary_emb", "ddp_timeout"),
-    ],
-)
-def test_the_readme_answers_every_name_of_the_document(name: str) -> None:
-    rows = [line for line in SECTION.splitlines() if line.startswith("| ")]
-    assert any(name in row.split(" | ")[0] for row in rows)
-
-
-def test_the_readme_starts_with_the_documents_own_flags() -> None:
-    (block,) = re.findall(r"^```bash\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
-    shown = shlex.split(block.replace("\\\n", " ").splitlines()[0])
-    changed = {"--dataset_name": "raw_data.jsonl"}
-    given, wrong = train_grpo_flags.read(FLAGS, []), train_grpo_flags.read(shown[4:], [])
-    assert given[0] | {"dataset_name": changed["--dataset_name"]} == {
-        name: text for name, text in wrong[0].items() if name != "reward_function"
-    }
+def test_the_recipes_score_with_the_documents_encoder() -> None:
+    for name in ("seed", "seed-corrected"):
+        reward = recipe(name).reward[0]
+        assert (reward.kind, reward.path) == ("embedding", "BAAI/bge-m3")

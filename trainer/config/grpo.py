@@ -66,8 +66,9 @@ class Reward(Section):
     )
     kind: RewardKind = Field(
         description=(
-            "python: a function of yours. builtin: one that ships. model, embedding: models. openai (any server of that"
-            " API), dashscope (also spelled dashcope), ollama: a judge. http: a server of yours."
+            "python: a function of yours. builtin: one that ships. embedding: cosine with the answer. model: a reward"
+            " model. openai (any server of that API), dashscope (also spelled dashcope), ollama: a judge. http: a"
+            " server of yours."
         )
     )
     weight: float = Field(
@@ -115,7 +116,11 @@ class Reward(Section):
     limit: int = Field(default=0, ge=0, description="builtin length: tokens up to which a completion scores 1.")
     path: str = Field(
         default="",
-        description="model, embedding: folder or hub name. openai, dashscope, ollama: folder of the judge's tokenizer.",
+        description=(
+            "Folder, seen from where you start, or hub name. embedding: of a sentence encoder, whose cosine of"
+            " completion and answer is the score. model: of a sequence-classification model of one output. openai,"
+            " dashscope, ollama: of the judge's tokenizer."
+        ),
     )
     url: str = Field(default="", description="Services: where they listen. http: where items are posted to.")
     model: str = Field(default="", description="Services: the name of the model.")

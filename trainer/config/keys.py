@@ -8,7 +8,6 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.fields import expected, keys, literal, section_of
 from trainer.config.rules import available
-from trainer.config.rules.reward import NEEDS, OWN_KEYS
 from trainer.errors import Refused
 
 WIDTH = 100
@@ -38,18 +37,10 @@ def _entry(path: Sequence[str], field: FieldInfo) -> str:
 
 def _not_yet(key: str) -> str:
     """What of a key this version refuses, in brackets; empty where it takes all that the type allows."""
-    section, _, name = key.partition(".")
-    if key in available.FIXED or (section == "reward" and name in OWN_KEYS and not _is_read(name)):
+    if key in available.FIXED:
         return " (not in this version)"
     refused = available.NOT_YET[key][0] if key in available.NOT_YET else ()
-    if key == "reward.kind":
-        refused = tuple(kind for kind in NEEDS if kind not in available.REWARD_KINDS)
     return f" ({', '.join(map(literal, refused))}: not in this version)" if refused else ""
-
-
-def _is_read(name: str) -> bool:
-    """Whether a kind of reward that this version has reads the key."""
-    return any(name == NEEDS[kind][0] or name in NEEDS[kind][1] for kind in available.REWARD_KINDS)
 
 
 def _default(field: FieldInfo) -> str:

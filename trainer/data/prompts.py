@@ -140,7 +140,8 @@ def _load(source: Source, renderer: Renderer, sets: PromptSets) -> list[Prompt]:
             row_ids = renderer.cut(row_ids, data.max_prompt_tokens)
             text = str(renderer.tokenizer.decode(list(row_ids)))
         chat = tuple(renderer.messages(row[columns.prompt])) if messages else None
-        prompts.append(Prompt(table.numbers[place] - 1, text, row_ids, chat, reward_columns(row, columns)))
+        asked = tuple(renderer.as_asked(row[columns.prompt])) if renderer.strings and not messages else None
+        prompts.append(Prompt(table.numbers[place] - 1, text, row_ids, chat, reward_columns(row, columns), asked))
     sets.notes.extend(_account(table, columns, renderer, messages, bad, overlong, prompts))
     dropped = overlong if data.overlong == "drop" else []
     sets.left_out += len(bad) + len(dropped)

@@ -55,6 +55,10 @@ class Renderer:
             messages.insert(0, {"role": "system", "content": self.data.system})
         return messages
 
+    def as_asked(self, prompt: str) -> Messages:
+        """A string prompt as the messages that are rendered of it."""
+        return self.messages([{"role": "user", "content": prompt}])
+
     def text(self, prompt: str | Messages, field: str) -> str | Fault:
         """What the model reads."""
         if isinstance(prompt, str):
@@ -64,9 +68,9 @@ class Renderer:
             if opening and opening in prompt:
                 expected = 'a bare question, or data.chat_template = "off" to take prompts as they are'
                 return Fault(field, f"a prompt that already holds {shown(opening)}", expected, "already rendered")
-            prompt = [{"role": "user", "content": prompt}]
+        messages = self.as_asked(prompt) if isinstance(prompt, str) else self.messages(prompt)
         try:
-            return render(self.tokenizer, self.messages(prompt), self.data.chat_template_kwargs)
+            return render(self.tokenizer, messages, self.data.chat_template_kwargs)
         except RENDER_ERRORS as error:
             expected = f"messages that the chat template takes: {error}"
             return Fault(field, shown(prompt), expected, "refused by the chat template")

@@ -17,6 +17,8 @@ T = TypeVar("T")
 OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?:[\w.-]+")
 LFS_POINTER = b"version https://git-lfs"
 SECONDS_TO_REACH_THE_HUB = 10.0
+POLICY = "model.name_or_path"
+"""The key of a run file that names a model, unless it is another's, as a reward's path."""
 
 
 def arguments_of(model: Model) -> dict[str, Any]:
@@ -39,14 +41,17 @@ def local_file(model: Model, name: str) -> Path | None:
     return folder / name if folder.is_dir() else None
 
 
-def loaded(model: Model, load: Callable[[], T]) -> T:
-    """``load()``, with what is wrong with the path, the name or the files said in one message."""
+def loaded(model: Model, load: Callable[[], T], key: str = POLICY, kind: str = "causal language model") -> T:
+    """``load()``, with what is wrong with the path, the name or the files said in one message.
+
+    ``key`` is what names the model in the run file, ``kind`` what it should be.
+    """
     if Path(model.name_or_path).is_dir():
-        _check_folder(model, Path(model.name_or_path))
+        _check_folder(model, Path(model.name_or_path), key)
         fix = "the folder needs config.json, weights and tokenizer, whole and of one model; copy it again"
     else:
-        _check_name(model)
-        fix = "give the name of a causal language model on the hub, or the folder of one"
+        _check_name(model, key)
+        fix = f"give the name of a {kind} on the hub, or the folder of one"
     try:
         return load()
     except Refused:
@@ -55,9 +60,7 @@ def loaded(model: Model, load: Callable[[], T]) -> T:
         if asked_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:400] or type(error).__name__
-        raise Refused(
-            f"model.name_or_path = {model.name_or_path}: transformers cannot load it: {reason}\nFix: {fix}."
-        ) from error
+        raise Refused(f"{key} = {model.name_or_path}: transformers cannot load it: {reason}\nFix: {fix}.") from error
 
 
 def refuse_shapes(model: Model, misfits: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
@@ -77,23 +80,25 @@ def refuse_missing(model: Model, kind: str, missing: Sequence[str]) -> None:
     )
 
 
-def _check_folder(model: Model, folder: Path) -> None:
+def _check_folder(model: Model, folder: Path, key: str) -> None:
     if model.gguf_file:
         if not (folder / model.gguf_file).is_file():
             present = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "no .gguf file"
             raise Refused(f"model.gguf_file = {model.gguf_file}: not in {folder}. Present: {present}.")
     elif not (folder / "config.json").is_file():
-        raise Refused(f"model.name_or_path = {folder}: no config.json there. {_instead_of_a_config(folder)}")
+        raise Refused(f"{key} = {folder}: no config.json there. {_instead_of_a_config(folder, key)}")
     for file in (*folder.glob("*.safetensors"), *folder.glob("*.gguf"), *folder.glob("tokenizer.json")):
         with file.open("rb") as stream:
             if stream.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise Refused(f"{file} is a git-lfs pointer, not the file itself. Fix: git lfs pull, in {folder}.")
 
 
-def _instead_of_a_config(folder: Path) -> str:
+def _instead_of_a_config(folder: Path, key: str) -> str:
     if (folder / "adapter_config.json").is_file():
-        return f"It is an adapter. Fix: model.name_or_path = its base model, lora.start_adapter = {folder}."
-    if files := sorted(file.name for file in folder.glob("*.gguf")):
+        alone = key != POLICY
+        fix = "merge it into its base model" if alone else f"{key} = its base model, lora.start_adapter = {folder}"
+        return f"It is an adapter. Fix: {fix}."
+    if key == POLICY and (files := sorted(file.name for file in folder.glob("*.gguf"))):
         return f'Fix: model.gguf_file = "{files[0]}".'
     inside = sorted(file.parent for file in folder.glob("*/config.json"))
     if inside:
@@ -101,33 +106,33 @@ def _instead_of_a_config(folder: Path) -> str:
     return "Fix: give the folder that holds config.json, weights and tokenizer."
 
 
-def _check_name(model: Model) -> None:
+def _check_name(model: Model, key: str) -> None:
     name = model.name_or_path
     path = Path(name)
     if path.is_file():
-        if path.suffix == ".gguf":
+        if path.suffix == ".gguf" and key == POLICY:
             raise Refused(
                 f'model.name_or_path = {name} is a file. Fix: model.name_or_path = "{path.parent}", '
                 f'model.gguf_file = "{path.name}".'
             )
-        raise Refused(f"model.name_or_path = {name} is a file. Fix: give the folder of the model.")
-    if OLLAMA_NAME.fullmatch(name):
+        raise Refused(f"{key} = {name} is a file. Fix: give the folder of the model.")
+    if OLLAMA_NAME.fullmatch(name) and key == POLICY:
         raise Refused(
             f"model.name_or_path = {name} reads like a name of ollama's, whose quantised files cannot be trained as "
             "they are. Fix: the hub name of the same model, such as Qwen/Qwen2.5-7B-Instruct; or a GGUF file of it, "
             "which is dequantised: its folder as model.name_or_path, its name as model.gguf_file."
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or path.suffix == ".gguf":
-        raise Refused(f"model.name_or_path = {name}: no such folder, seen from {Path.cwd()}. Fix: correct the path.")
-    _check_hub(model)
+        raise Refused(f"{key} = {name}: no such folder, seen from {Path.cwd()}. Fix: correct the path.")
+    _check_hub(model, key)
 
 
-def _check_hub(model: Model) -> None:
+def _check_hub(model: Model, key: str) -> None:
     """One plain request: the loaders would try for half a minute before they say less."""
     name, file = model.name_or_path, model.gguf_file or "config.json"
     if isinstance(try_to_load_from_cache(name, file, revision=model.revision or None), str):
         return
-    where = f"model.name_or_path = {name}: no folder of that name in {Path.cwd()}, and"
+    where = f"{key} = {name}: no folder of that name in {Path.cwd()}, and"
     try:
         HfApi().model_info(name, revision=model.revision or None, timeout=SECONDS_TO_REACH_THE_HUB)
     except RevisionNotFoundError:

@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from trainer.batch import PackedRows
@@ -24,6 +23,7 @@ from trainer.models.scorer import TokenScorer
 from trainer.models.shared_prefix import layout
 
 Place = Literal["host", "device"]
+M = TypeVar("M", bound=nn.Module)
 
 
 class Placement:
@@ -60,13 +60,13 @@ class Placement:
         self.held[role, place] = sum(storage.nbytes() for storage in storages)
         self.peak[role, place] = max(self.peak[role, place], self.held[role, place])
 
-    def frozen(self, causal: PreTrainedModel, role: str, place: Place, *, pinned: bool = True) -> PreTrainedModel:
+    def frozen(self, model: M, role: str, place: Place, *, pinned: bool = True) -> M:
         """A copy of the model in that place, its ties kept, never trained."""
-        copies: dict[int, Any] = {id(one): self.copy(one, role, place, pinned=pinned) for one in causal.buffers()}
-        for one in causal.parameters():
+        copies: dict[int, Any] = {id(one): self.copy(one, role, place, pinned=pinned) for one in model.buffers()}
+        for one in model.parameters():
             copied = self.copy(one, role, place, pinned=pinned)
             copies[id(one)] = nn.Parameter(copied, requires_grad=False)
-        return copy.deepcopy(causal, copies).eval()
+        return copy.deepcopy(model, copies).eval()
 
     def through(self, modules: Sequence[nn.Module], role: str) -> Iterator[Callable[..., Any]]:
         """Each module in turn, to be called with its weights on the device; those of the next one arrive meanwhile."""

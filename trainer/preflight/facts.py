@@ -37,6 +37,7 @@ def facts_of(
             "data.source": _prompts_sha256(prompts),
             "engine.deepspeed": hashlib.sha256(Path(locate(config.engine.deepspeed)).read_bytes()).hexdigest(),
             **{f"rewards/{name}": sha256 for name, sha256 in rewards.file_hashes().items()},
+            **rewards.model_hashes(),
         },
         trained={name: list(p.shape) for name, p in policy.causal.named_parameters() if p.requires_grad},
         versions={name: installed_version(name) for name in PACKAGES},

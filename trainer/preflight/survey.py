@@ -220,6 +220,9 @@ def _rewards_on_data(found: Survey) -> None:
     if problems := rewards.check(prompts.train + prompts.eval):
         found.errors += [f"rewards and data do not fit: {problem}" for problem in problems]
         return
+    if (told := found.ask(lambda: rewards.load(found.device))) is None:
+        return
+    found.notes += told
     assert found.lengths is not None
     found.probes = probe_rewards(rewards, prompts.train, tokenizer, found.lengths)
     found.notes += found.probes.notes

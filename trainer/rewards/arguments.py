@@ -18,6 +18,9 @@ from trainer.batch import Completion, Prompt
 from trainer.rewards.functions import did_you_mean
 
 HANDED = ("prompts", "completions", "completion_ids", "log_metric", "log_extra", "trainer_state")
+ASKED = "asked"
+"""Beside them, for models that judge: one list of messages per completion, also where the prompt is a string, without
+the policy's template. Handed only where it is a parameter by name, so that data may have a column of that name."""
 # Columns that hold the right answer by common usage: empty is a fault of the data there, and may be meant elsewhere.
 ANSWER_COLUMNS = frozenset({"answer", "chosen", "reference", "solution", "ground_truth"})
 
@@ -49,7 +52,7 @@ class Signature:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the data that a call cannot do without."""
-        return tuple(name for name in self.required if name not in HANDED)
+        return tuple(name for name in self.required if name not in (*HANDED, ASKED))
 
 
 def arguments(signature: Signature, completions: Sequence[Completion], **handed: Any) -> dict[str, Any]:
@@ -62,6 +65,8 @@ def arguments(signature: Signature, completions: Sequence[Completion], **handed:
         "completion_ids": [list(c.ids) for c in completions],
         **handed,
     }
+    if ASKED in signature.accepted:
+        every[ASKED] = [_asked(c.prompt) for c in completions]
     return {name: value for name, value in every.items() if signature.takes(name)}
 
 
@@ -109,6 +114,11 @@ def in_rows(rows: Sequence[int]) -> str:
 def _prompt(prompt: Prompt) -> str | list[dict[str, Any]]:
     # New dicts each time: a function that edits its messages must not edit the data set.
     return prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
+
+
+def _asked(prompt: Prompt) -> list[dict[str, Any]]:
+    messages = prompt.messages or prompt.asked or ({"role": "user", "content": prompt.text},)
+    return [dict(message) for message in messages]
 
 
 def _chat(text: str) -> list[dict[str, str]]:

@@ -10,18 +10,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from trainer.batch import Completion, Prompt
-from trainer.config.grpo import SERVICES, Reward
+from trainer.config.grpo import Reward
 from trainer.errors import Refused, Stopped
 from trainer.rewards import builtin
 from trainer.rewards.answers import Scores, row_name
 from trainer.rewards.arguments import Signature, mismatches
 from trainer.rewards.asking import ask_until_scored
 from trainer.rewards.calls import Occasion, RewardFunction, is_async, score_rows
+from trainer.rewards.embedding import EmbeddingReward
 from trainer.rewards.event_loop import EventLoop
+from trainer.rewards.frozen import ModelReward
 from trainer.rewards.functions import TrainerState, copy_files, resolve
 from trainer.rewards.ledger import Ledger
 from trainer.rewards.processes import InProcesses
+from trainer.rewards.reward_model import RewardModel
 from trainer.rewards.services.resolve import service
 from trainer.rewards.services.service import Service
 
@@ -84,6 +89,10 @@ class RewardRuntime:
                 found = builtin.unusable_rows(builtin.bind(section), reward.signature, prompts)
             problems += [f"{reward.label} {problem}" for problem in found]
         return problems
+
+    def load(self, device: torch.device) -> list[str]:
+        """Reads the weights of encoders and reward models, once; what each is, in words."""
+        return [model.load(device) for model in self._models() if model.network is None]
 
     def score(self, completions: list[Completion], step: int) -> RewardResult:
         """Fill ``rewards`` and ``reward`` of each completion. ``step``: rollout steps done before this one.
@@ -162,6 +171,14 @@ class RewardRuntime:
         """The keys that the scores of a service depend on."""
         return section.model_dump_json(exclude=NOT_OF_A_SCORE)
 
+    def model_hashes(self) -> dict[str, str]:
+        """Key of the run file -> SHA-256 of what the loaded model behind it is."""
+        return {model.key: model.sha256 for model in self._models() if model.network is not None}
+
+    def _models(self) -> list[ModelReward]:
+        functions: list[Any] = [reward.function for reward in self._functions]
+        return [function for function in functions if isinstance(function, ModelReward)]
+
     def _resolve(self, section: Reward) -> RewardFunction:
         concurrency, paid = None, ""
         if section.kind == "python":
@@ -170,11 +187,12 @@ class RewardRuntime:
         elif section.kind == "builtin":
             function = builtin.bind(section)
             concurrency = section.concurrency
-        elif section.kind in SERVICES:
-            function = service(section)
+        elif section.kind == "embedding":
+            function = EmbeddingReward(section)
+        elif section.kind == "model":
+            function = RewardModel(section)
         else:
-            raise Refused(f'kind = "{section.kind}" is not available in this version; use "python" or "builtin"')
-        if section.kind in SERVICES:
+            function = service(section)
             concurrency, paid = section.calls_at_a_time, self.settings_of(section)
         try:
             signature = Signature.of(function)
@@ -187,7 +205,7 @@ class RewardRuntime:
             function = InProcesses(load, section.timeout, section.retries)
         return RewardFunction(
             name=section.name,
-            label=f"reward {section.name!r} ({section.function or section.kind})",
+            label=f"reward {section.name!r} ({section.function or section.path or section.kind})",
             function=function,
             signature=signature,
             timeout=section.timeout,

@@ -13,7 +13,6 @@ NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
 }
 # Keys that only take their default yet.
 FIXED = ("watch.checksum_every",)
-REWARD_KINDS = ("python", "builtin", "openai", "dashscope", "dashcope", "ollama", "http")
 
 
 def not_yet(config: RunConfig) -> Iterator[Problem]:
@@ -32,14 +31,4 @@ def not_yet(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def reward_kinds(config: RunConfig) -> Iterator[Problem]:
-    for index, entry in enumerate(config.reward):
-        if entry.kind not in REWARD_KINDS:
-            choices = " or ".join(literal(kind) for kind in REWARD_KINDS)
-            yield Problem(
-                (("reward", index, "kind"),),
-                f'reward.{entry.name}.kind = "{entry.kind}" is not available in this version; use {choices}.',
-            )
-
-
-RULES = (not_yet, reward_kinds)
+RULES = (not_yet,)

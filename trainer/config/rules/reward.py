@@ -24,7 +24,12 @@ NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ollama": ("model", ("url", "path", "prompt")),
     "http": ("url", ("model", "key_env")),
 }
-FOR_EXAMPLE = {"python": '"rewards.py:my_reward"', "builtin": '"exact_match"'}
+FOR_EXAMPLE = {
+    "python": '"rewards.py:my_reward"',
+    "builtin": '"exact_match"',
+    "embedding": '"BAAI/bge-m3"',
+    "model": '"models/my-reward-model"',
+}
 
 
 def _at(index: int, name: str, *others: str) -> tuple[tuple[str | int, ...], ...]:
