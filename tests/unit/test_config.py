@@ -306,7 +306,7 @@ def test_a_dumped_config_reads_back_equal(tmp_path_factory, system, stop, lr, we
     assert RunConfig.model_validate(tomllib.loads(dump(config))) == config
 
 
-UNSET = {"reward.fallback", *(f"watch.{limit}" for limit in LEVELS)}
+UNSET = {"reward.fallback", "reward.concurrency", *(f"watch.{limit}" for limit in LEVELS)}
 """Without a value of their own as they come: TOML has no null."""
 
 
