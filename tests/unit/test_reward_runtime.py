@@ -81,6 +81,13 @@ def gone(pid: int) -> bool:
         return True
 
 
+def ended_soon(*pids: int) -> None:
+    until = time.monotonic() + 10
+    while not all(map(gone, pids)):
+        assert time.monotonic() < until, "an orphan"
+        time.sleep(0.05)
+
+
 # At the same time
 
 
@@ -244,6 +251,17 @@ def test_b45_a_call_that_is_stuck_or_crashes_costs_its_row_alone(tmp_path: Path,
     assert why in message and message.endswith(": row 1 generation 2")
 
 
+def test_a_stuck_process_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    body = f"""
+    import pathlib, subprocess
+    child = subprocess.Popen(["sleep", "60"])
+    pathlib.Path({str(tmp_path / "pids")!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+    ctypes.PyDLL(None).sleep(60)
+    """
+    in_processes(tmp_path, body, n=1, timeout=1.0, max_unscored=1.0)
+    ended_soon(*map(int, (tmp_path / "pids").read_text().split()))
+
+
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "'1.0'", "[1.0]"])
 def test_b44_what_is_no_finite_number_ends_the_run_from_a_process_too(tmp_path: Path, value: str) -> None:
     with pytest.raises(Stopped, match=r"returned .* for row"):
@@ -307,10 +325,7 @@ EventLoop().run(InProcesses(load, 60.0, 0)(completions=["a"]), 60.0)
     assert not gone(worker)
     process.kill()
     process.wait()
-    until = time.monotonic() + 5
-    while not gone(worker):
-        assert time.monotonic() < until, "an orphan"
-        time.sleep(0.05)
+    ended_soon(worker)
 
 
 # SIGTERM
@@ -422,6 +437,16 @@ def test_only_what_may_heal_is_waited_for(
         with pytest.raises(Stopped, match="more than max_unscored"):
             rewards.score(rows(), 0)
     assert len(module_of(rewards)["asked"]) == (7 if heals else 4)
+
+
+def test_nothing_is_waited_for_where_too_many_rows_will_never_have_a_score(
+    tmp_path: Path, short_pauses: None, as_services: None
+) -> None:
+    error = "raise TimeoutError if completions[0] == '1' else KeyError('gold')"
+    rewards = runtime(tmp_path, AWAY.format(fails=99, error=error), max_unscored=0.25)
+    with pytest.raises(Stopped, match="failed on 3 of 4"):
+        rewards.score(rows(), 0)
+    assert len(module_of(rewards)["asked"]) == 4
 
 
 def test_what_is_within_max_unscored_is_not_waited_for(tmp_path: Path, short_pauses: None, as_services: None) -> None:
