@@ -18,7 +18,7 @@ from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Rollout
 from trainer.models import head, prefix_cache
 from trainer.models.packing import micro_batches, tokens_of
-from trainer.plan import activations, parts, state
+from trainer.plan import activations, networks, parts, state
 from trainer.plan.cards import CARDS, GIB
 from trainer.plan.choose import MOST_TOKENS, choose, cost
 from trainer.plan.parts import plan
@@ -27,6 +27,7 @@ from trainer.plan.settings import Settings, zero_of
 from trainer.plan.shape import KNOWN, Shape, shape_of
 from trainer.preflight.memory import USABLE, free_bytes
 from trainer.record.memory import PeakMemory
+from trainer.rewards import frozen
 from trainer.rollout import decoder, shared
 from trainer.rollout.sampling import Sampler
 from trainer.world import World
@@ -113,6 +114,7 @@ def test_numbers_taken_over_are_those_of_the_code() -> None:
     assert (activations.CHUNK_ROWS, activations.CHUNK_COPIES) == (head.CHUNK_ROWS, head.COPIES)
     assert (parts.ROWS, parts.PREFILL) == (decoder.MAX_ROWS, shared.PREFILL_TOKENS)
     assert parts.FIRST_CAPACITY == prefix_cache.FIRST_CAPACITY
+    assert networks.PASS_TOKENS == frozen.BATCH_TOKENS
 
 
 def test_sampling_copies_the_logits_as_often_as_planned() -> None:

@@ -268,11 +268,7 @@ def _arithmetic(found: Survey) -> None:
         )
     if found.parameters is None or found.deepspeed is None or found.causal is None or not config.run.dir:
         return
-    one = checkpoint_bytes(
-        found.parameters,
-        stage=stage_of(found.deepspeed),
-        optimizer=config.optim.name,
-    )
+    one = checkpoint_bytes(found.parameters, stage=stage_of(found.deepspeed), optimizer=config.optim.name)
     if room := found.ask(lambda: room_for_checkpoints(config, one)):
         found.disk, warning = room
         found.warnings += [warning] if warning else []
