@@ -1,12 +1,17 @@
 """Runs of three rewards at once, one of which is away for a while, or for good, or was paid for when the run died."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.tiny_rewards import write_encoder
+from tests.tiny_run import PROMPTS
+from tests.unit.test_embedding_reward import vectors
 from trainer.__main__ import main
 from trainer.config.grpo import Reward
 from trainer.record.run_dir import read_lines, read_status
@@ -49,9 +54,9 @@ kind = "builtin"
 function = "length"
 limit = 2
 [[reward]]
-name = "spread"
-kind = "python"
-function = "rewards.py:spread"
+name = "similarity"
+kind = "embedding"
+path = "encoder"
 [[reward]]
 name = "judge"
 kind = "python"
@@ -68,6 +73,9 @@ def folder(run_here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its judge in the place of a service."""
     with (run_here / "rewards.py").open("a") as file:
         file.write(JUDGE)
+    write_encoder(run_here / "encoder")
+    rows = [{"prompt": prompt, "answer": f"the answer is {at}"} for at, prompt in enumerate(PROMPTS)]
+    (run_here / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run_here / "run.toml").write_text(RUN_FILE)
     resolve = RewardRuntime._resolve
 
@@ -122,9 +130,11 @@ def test_f22_a_judge_that_is_away_for_a_while_leaves_no_wrong_number(
     assert found == unharmed
     for row in (row for rows in found.values() for row in rows):
         ids = row["completion_ids"]
-        parts = {"short": min(1.0, max(0.0, 2 - len(ids) / 2)), "spread": sum(ids) % 17 / 17, "judge": sum(ids) % 7 / 7}
-        assert row["rewards"] == parts
-        assert row["reward"] == parts["short"] + parts["spread"] + 0.5 * parts["judge"]
+        text, answer = row["completion"].strip(), f"the answer is {row['row']}"
+        cosine = float(np.prod(vectors(folder / "encoder", [text, answer]), axis=0).sum()) if text else 0.0
+        parts = {"short": min(1.0, max(0.0, 2 - len(ids) / 2)), "similarity": cosine, "judge": sum(ids) % 7 / 7}
+        assert row["rewards"] == pytest.approx(parts, abs=1e-6)
+        assert row["reward"] == pytest.approx(parts["short"] + parts["similarity"] + 0.5 * parts["judge"], abs=1e-6)
     metrics = read_lines(folder / "out/metrics.jsonl")
     assert [row["unscored_fraction"] for row in metrics] == [0.0] * 3
     assert [row["rewards/judge/failed_fraction"] for row in metrics] == [0.0] * 3
