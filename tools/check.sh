@@ -21,6 +21,8 @@ part ruff check .
 part ruff format --check .
 part mypy trainer
 # Unit tests fill the cores while ranks wait: one worker more than cores, and first what takes longest.
+# getconf, since nproc would count OMP_NUM_THREADS.
+cores=$(getconf _NPROCESSORS_ONLN)
 part pytest -m "$marked" tests/dist tests/cluster tests/browser tests/unit \
-    --numprocesses "$(($(nproc) < 4 ? $(nproc) + 1 : 5))" --dist loadfile --no-loadscope-reorder
+    --numprocesses "$((cores < 4 ? cores + 1 : 5))" --dist loadfile --no-loadscope-reorder
 exit $status

@@ -147,6 +147,7 @@ def test_samples_and_a_greedy_answer_come_from_one_call(kind: type[HfDecoder | S
     assert_same([one for one in made if one.generation < 3], decoder.generate(prompts, step=2, generations=3))
     alone = decoder.generate(prompts, step=2, generations=0, greedy=1)
     assert [one.ids for one in made[3::4]] == [one.ids for one in alone]
+    assert decoder.generate([], step=2, generations=3) == [], "a rank without a share of a small evaluation"
 
 
 def test_the_log_probs_are_those_of_the_training_pass() -> None:

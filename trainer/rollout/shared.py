@@ -43,6 +43,8 @@ class SharedDecoder(Decoder):
     graphs: Graphs = field(default_factory=Graphs)
 
     def complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
+        if not groups:  # a rank may have no share of a small evaluation
+            return []
         with blocked_weights(self.causal):
             if self.graphs.on(self.causal.device):
                 try:
