@@ -99,6 +99,7 @@ class Forks:
 
 def _server() -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # a library that looks for a card would start CUDA, which no fork may use
     return subprocess.Popen(
         [sys.executable, "-m", "tests.dist.forks"],
         cwd=ROOT,

@@ -117,6 +117,30 @@ def test_freed_slots_are_refilled_and_samples_stay_what_they_were(slots: int, mo
     assert_same(theirs, ours)
 
 
+def test_no_more_rows_and_prompts_at_a_time_than_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an evaluation on a card. A prompt stays until its last row has ended, so that rows alone bound no prompts."""
+    set_seed(0)
+    model, prompts = tiny_qwen2().eval(), groups(5, 17, 1, 9, 3, 30, 2)
+    held: list[tuple[int, int]] = []
+    enter = PrefixCache.enter
+
+    def entered(cache: PrefixCache, *arguments: Any) -> None:
+        enter(cache, *arguments)
+        held.append((len(cache), len(cache.groups)))
+
+    monkeypatch.setattr(PrefixCache, "enter", entered)
+    settings = Rollout(max_new_tokens=100)
+    wide, narrow = (
+        SharedDecoder(sharing(model), TOKENIZER, settings, ENDS, seed=0, most_rows=rows, most_prompts=most)
+        for rows, most in ((None, None), (16, 3))
+    )
+    theirs = wide.generate(prompts, step=0, generations=4)
+    assert max(held) == (28, 7)
+    held.clear()
+    assert_same(theirs, narrow.generate(prompts, step=0, generations=4))
+    assert max(rows for rows, _ in held) <= 16 and max(most for _, most in held) == 3
+
+
 def test_a_stop_string_may_begin_in_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (TOKENIZER.convert_tokens_to_ids(letter) for letter in "xy")
     monkeypatch.setattr(NoiseKey, "uniforms", lambda key, positions: np.array([y, x, x]))

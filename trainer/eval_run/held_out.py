@@ -87,7 +87,7 @@ def _evaluate(checked: Checked, source: Source | None, world: World) -> Evaluati
     lengths = checked.lengths
     context = HookContext(0, policy.causal, None, policy.tokenizer, lengths.prompt, lengths.new, world.rank)
     notes += together(world, lambda: run_hooks(checked.hooks, context))
-    decoder = make_decoder(here, policy, stops, PeakMemory(world.device), shared_prompts=not unshared)
+    decoder = make_decoder(here, policy, stops, PeakMemory(world.device), world, shared_prompts=not unshared)
     if world.is_main:
         say(preflight_block(notes))
         say(f"evaluating {_name(source)} on {len(checked.prompts.eval)} prompts ...")

@@ -177,6 +177,9 @@ def _flex_apart(causal: PreTrainedModel) -> float:
             query, key, value = inputs
             states, _ = attention(causal, query, key, value, None, groups=groups, masks=masks)
             found.append([states.detach(), *torch.autograd.grad(states, inputs, noise[3])])
+            # Adapters on the values alone: in the first layer nothing else has a gradient, which is another program.
+            states, _ = attention(causal, query.detach(), key.detach(), value, None, groups=groups, masks=masks)
+            found[-1] += torch.autograd.grad(states, value, noise[3])
         apart = max(apart, *map(_apart, *found))
     return apart
 

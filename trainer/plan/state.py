@@ -4,6 +4,8 @@ Bytes a parameter were counted in DeepSpeed 0.19 engines of every stage (tests/u
 weights are fp32 copies, also of fp32 weights; n is the number of ranks, t the trained parameters.
 """
 
+import math
+
 from trainer.plan.settings import Settings
 
 MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "sgd": 0.0}
@@ -165,11 +167,19 @@ def host(settings: Settings) -> float:
         return 0.0
     share = settings.trained / settings.ranks
     away = master(settings) + moments(settings) + (4 + settings.itemsize) * share if on_host(settings) else 0.0
-    away += resting(settings) + networks(settings)
+    away += _pinned(resting(settings), settings) + networks(settings)
     if settings.zero.offload_parameters:
         away += whole_weights(settings) / settings.ranks
     copies = {"streamed": 1.0, "sharded": 1 / settings.ranks}.get(settings.reference, 0.0)
     return away + copies * settings.itemsize * settings.shape.total
+
+
+def _pinned(at_rest: float, settings: Settings) -> float:
+    """What torch takes for it: blocks of a power of two. Stages 1 and 2 have three, stage 3 many that are nearly
+    full."""
+    if not at_rest or settings.zero.stage == 3:
+        return at_rest
+    return 3.0 * 2 ** math.ceil(math.log2(at_rest / 3))
 
 
 def held_at_the_start(settings: Settings) -> float:

@@ -11,6 +11,7 @@ from trainer import interrupts
 from trainer.checkpoint import random_states
 from trainer.checkpoint.manifest import Facts
 from trainer.config import RunConfig
+from trainer.config.grpo import Rollout
 from trainer.data.prompts import PromptSets
 from trainer.data.stops import StopIds, stop_ids
 from trainer.engine import FrozenShards, ZeroEngine
@@ -28,7 +29,7 @@ from trainer.preflight.memory import choose_at_start
 from trainer.preflight.survey import Survey, survey
 from trainer.record.memory import PeakMemory
 from trainer.rewards.runtime import RewardRuntime
-from trainer.rollout.decoder import Decoder
+from trainer.rollout.decoder import MAX_ROWS, Decoder
 from trainer.rollout.hf import HfDecoder
 from trainer.rollout.hooks import Hook, HookContext, run_hooks
 from trainer.rollout.rope_guard import Lengths, rope_guard
@@ -152,7 +153,7 @@ def ready_to_decode(checked: Checked, policy: Policy, world: World) -> tuple[Tok
 
 
 def make_decoder(
-    checked: Checked, policy: Policy, stops: StopIds, memory: PeakMemory, *, shared_prompts: bool
+    checked: Checked, policy: Policy, stops: StopIds, memory: PeakMemory, world: World, *, shared_prompts: bool
 ) -> Decoder:
     """What decodes in rollouts and evaluations, of this run and of ``eval``."""
     config = checked.config
@@ -165,7 +166,17 @@ def make_decoder(
         config.run.seed,
         interrupts.check,
         memory.uncounted,
+        *most_at_a_time(config.rollout, world),
     )
+
+
+def most_at_a_time(rollout: Rollout, world: World) -> tuple[int | None, int | None]:
+    """Rows and prompts of a rollout. On a card, whose memory is planned for them, an evaluation takes no more."""
+    if world.device.type != "cuda":
+        return None, None
+    groups, generations = -(-rollout.prompts_per_step // world.size), rollout.num_generations
+    rows = min(max(MAX_ROWS, 2 * generations), groups * generations)
+    return rows, min(groups, 2 * max(1, rows // generations))
 
 
 def start_engine(checked: Checked, models: Models, world: World) -> State:
@@ -199,7 +210,7 @@ def start_engine(checked: Checked, models: Models, world: World) -> State:
         policy=models.policy,
         engine=engine,
         reference=models.reference,
-        decoder=make_decoder(checked, models.policy, models.stops, memory, shared_prompts=models.shared_prompts),
+        decoder=make_decoder(checked, models.policy, models.stops, memory, world, shared_prompts=models.shared_prompts),
         rewards=checked.rewards,
         hooks=checked.hooks,
         prompts=checked.prompts.train,

@@ -45,6 +45,10 @@ class Decoder(ABC):
     """Called at every position; what it raises ends the rollout. A rollout is the longest part of a step."""
     uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around passes that hold no more memory than one before."""
+    most_rows: int | None = None
+    """That decode at a time; None: MAX_ROWS."""
+    most_prompts: int | None = None
+    """That rows decode on at a time; None: twice those of the rows."""
 
     def generate(
         self,

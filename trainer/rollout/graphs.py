@@ -9,7 +9,7 @@ number is rounded up to a power of two, and the room for their tokens doubles.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -28,16 +28,32 @@ class Unrecorded(Exception):
 
 def cuda_graph(step: Step) -> tuple[Callable[[], None], Tensor]:
     """Never tried on a card yet."""
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    here, aside = torch.cuda.current_stream(), _aside()
     aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        step()  # libraries set themselves up in their first call, which cannot be recorded
+    waits = torch.cuda.get_sync_debug_mode()
+    # A recording that fails leaves torch's allocator in pieces. A pass that asks the card for a number, as dynamic RoPE
+    # does, would fail in it: here it fails beforehand.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(aside):
+            step()  # libraries set themselves up in their first call, which cannot be recorded
+    finally:
+        torch.cuda.set_sync_debug_mode(waits)
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    # Other threads, such as NCCL's, may ask the driver something meanwhile. "global" takes that for a fault of ours.
-    with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-        result = step()
+    try:
+        # Other threads, such as NCCL's, may ask the driver something: "global" would take that for a fault of ours.
+        with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+            result = step()
+    finally:
+        torch.cuda.set_stream(here)  # torch does not where the recording fails
     return graph.replay, result
+
+
+@cache
+def _aside() -> torch.cuda.Stream:
+    """One for all recordings: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream()
 
 
 @dataclass

@@ -23,7 +23,8 @@ class HfDecoder(Decoder):
 
     def complete(self, groups: Sequence[Group], generations: int, noise: Noise) -> list[Completion]:
         rows = [(group, generation) for group in groups for generation in range(generations)]
-        parts = [rows[start : start + decoder.MAX_ROWS] for start in range(0, len(rows), decoder.MAX_ROWS)]
+        most = self.most_rows or decoder.MAX_ROWS
+        parts = [rows[start : start + most] for start in range(0, len(rows), most)]
         return [completion for part in parts for completion in self._decode(part, [noise(*row) for row in part])]
 
     def _decode(self, rows: Sequence[tuple[Group, int]], noise: Sequence[np.ndarray]) -> list[Completion]:

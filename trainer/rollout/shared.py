@@ -59,7 +59,9 @@ class SharedDecoder(Decoder):
     ) -> list[Completion]:
         waiting = deque(groups)
         # Two groups at least, so that one enters while another ends.
-        slots = min(max(decoder.MAX_ROWS, 2 * generations), len(groups) * generations)
+        slots = min(max(self.most_rows or decoder.MAX_ROWS, 2 * generations), len(groups) * generations)
+        # A prompt stays until its last row has ended: with none waiting for one, all slots are in use.
+        most_prompts = self.most_prompts or 2 * max(1, slots // generations)
         longest = max(len(group.prompt.ids) for group in groups)
         cache = PrefixCache(slots, self.rollout.max_new_tokens, len(groups), longest, self.causal.device)
         rows: list[_Row] = []
@@ -67,7 +69,8 @@ class SharedDecoder(Decoder):
         rules, draw = StopRules(self), self.sampler()
         while waiting or rows:
             self.between_tokens()
-            entering = self._next(waiting, (slots - len(rows)) // generations)
+            room = min((slots - len(rows)) // generations, most_prompts - len(cache.groups))
+            entering = self._next(waiting, room)
             # Tensors are counted in passes that may hold more than one before: counting costs as much as a token.
             more = bool(entering) or cache.append_rows()
             with nullcontext() if more else self.uncounted():
