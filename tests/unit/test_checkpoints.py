@@ -155,9 +155,9 @@ def test_k5_a_manifest_cannot_name_a_file_outside_of_its_folder(tmp_path: Path, 
 
 @pytest.mark.parametrize("error", [KeyError("a"), TypeError("b"), ValueError("c"), OverflowError("d")])
 def test_k1_what_is_put_back_is_what_this_version_writes(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpoint, match=r"progress\.json: it does not hold what this version writes"):
-        with resume.as_written(tmp_path / "progress.json"):
-            raise error
+    said = r"progress\.json: it does not hold what this version writes"
+    with pytest.raises(NoCheckpoint, match=said), resume.as_written(tmp_path / "progress.json"):
+        raise error
 
 
 def test_k4_a_pickle_with_a_foreign_global_is_found_and_not_run(tmp_path: Path) -> None:
