@@ -58,7 +58,7 @@ def miniature(config: PretrainedConfig) -> PreTrainedModel:
     if "layer_types" in vars(text):
         text.layer_types = []
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    causal = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+    causal = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False).eval()
     head = causal.get_output_embeddings().weight
     with torch.no_grad():  # logits as large as a trained model's: capping leaves small ones as they are
         head *= LOGITS / (head.std() * head.shape[1] ** 0.5)
