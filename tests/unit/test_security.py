@@ -1,4 +1,4 @@
-"""Rules that hold for every line of the source: no pickle from outside, no code of a model, no shell with data in it."""
+"""Rules that hold for every line of the source: no pickle from outside, no code of a model, no shell with data."""
 
 import ast
 import re
@@ -74,7 +74,7 @@ def _is_true(node: ast.expr | None) -> bool:
 
 def test_s1_s3_s5_s9_s11_no_source_runs_what_comes_from_outside() -> None:
     assert [fault for path, tree in SOURCES.items() for fault in faults(path, tree)] == []
-    importers = {path for path, tree in SOURCES.items() if any("pickle" in name for name in _imported(tree))}
+    importers = {path for path, tree in SOURCES.items() if "pickle" in _imported(tree)}
     assert importers == set(PICKLES)
 
 
