@@ -1,6 +1,7 @@
 """Rules that hold for every line of the source: no pickle from outside, no code of a model, no shell with data."""
 
 import ast
+import importlib.metadata
 import re
 import tomllib
 from collections.abc import Iterator
@@ -127,3 +128,18 @@ def test_s15_floors_are_above_known_faults() -> None:
         name, floor = re.match(r"([\w-]+)>=([\d.]+)", line).groups()  # type: ignore[union-attr]
         floors[name] = tuple(map(int, floor.split(".")))
     assert floors["torch"] >= (2, 10) and floors["transformers"] >= (5,) and floors["safetensors"] >= (0, 6)
+
+
+def pinned(file: str) -> dict[str, str]:
+    """Name -> version."""
+    lines = re.findall(r"^([\w.-]+)==([^\s\\]+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
+
+
+def test_s15_every_locked_release_has_hashes_and_is_the_one_installed() -> None:
+    locked, hashed = pinned("requirements.lock"), pinned("requirements.hashes")
+    assert hashed == {name: version for name, version in locked.items() if name != "torch"}
+    releases = re.split(r"^(?=[\w.-]+==)", (ROOT / "requirements.hashes").read_text(), flags=re.MULTILINE)[1:]
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", release) for release in releases)
+    installed = {name: importlib.metadata.version(name).partition("+")[0] for name in locked}
+    assert installed == locked
