@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,58 @@ def stale_lock(folder: Path) -> None:
     os.utime(lock, (0, time.time() - 3600))
 
 
+class Code:
+    """Unpickled, it makes a folder."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("canary",)
+
+
+def pickled(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes(pickle.dumps({"weight": Code()}))
+
+
+OWN_CODE = """
+import os
+os.mkdir("canary")
+from transformers import PretrainedConfig
+class Own(PretrainedConfig): model_type = "own"
+"""
+
+
+def model_with_code(folder: Path) -> None:
+    config_with(model_type="own", auto_map={"AutoConfig": "own_code.Own"})(folder)
+    model("own_code.py", OWN_CODE)(folder)
+
+
+def sharded(weight_map: Any) -> Change:
+    """The weights as a first shard of two, and an index."""
+
+    def change(folder: Path) -> None:
+        (folder / "model/model.safetensors").rename(folder / "model/model-00001-of-00002.safetensors")
+        model("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))(folder)
+
+    return change
+
+
+def widened(weights: dict[str, Any]) -> None:
+    for name in weights:
+        weights[name] = torch.zeros(16, 48) if "lora_A" in name else torch.zeros(48, 16)
+
+
+def with_nan(weights: dict[str, Any]) -> None:
+    next(iter(weights.values()))[0, 0] = float("nan")
+
+
+def adapter_config_with(**fields: Any) -> Change:
+    return file("start/adapter_config.json", json.dumps(ADAPTER | {"target_modules": ["q_proj"]} | fields))
+
+
+def data_folder_with_a_script(folder: Path) -> None:
+    (folder / "set").mkdir()
+    (folder / "set/set.py").write_text("import os\nos.mkdir('canary')\n")
+
+
 REPLAY = "--rollout.replay old --data.source= --run.steps 1"
 START = "--lora.start_adapter start"
 BAD_DEEPSPEED = json.dumps({"gradient_clipping": 0.5, "zero_optimization": {"stage": 2, "stag": 1}, "bf16": {}})
@@ -137,6 +190,7 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
     "an argument": (nothing, "optim.lr 1", ("--section.key value",)),
     "allow without resume": (nothing, "--allow optim.lr", ("--allow", "--resume auto")),
     "no ranks": (nothing, "--gpus 0", ("--gpus 0", "1 or more")),
+    "h7 hosts picked on the command line": (nothing, "--hostfile hosts --include worker-9", ("--include",)),
     "ranks in words": (nothing, "--gpus two", ("--gpus", "two")),
     # the run directory
     "run.dir a file": (file("out", ""), "", ("run.dir", "is a file")),
@@ -186,6 +240,25 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
         "",
         ("lack 1 weights", "layers.1.mlp.up_proj"),
     ),
+    "m1 a name that no model on the hub has": (nothing, "--model.name_or_path {}", ("'{}'", "OWNER/MODEL")),
+    "m3 a shard missing": (
+        sharded({"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}),
+        "",
+        ("1 of 2 files", "model-00002-of-00002.safetensors"),
+    ),
+    "m3 an index damaged": (sharded(["a"]), "", ("model.safetensors.index.json", "damaged")),
+    "m3 an index of files elsewhere": (sharded({"a": "../train.jsonl"}), "", ("outside of its folder",)),
+    "m4 weights in a pickle alone": (
+        both(without("model.safetensors"), pickled("model/pytorch_model.bin")),
+        "",
+        ("pytorch_model.bin", "a pickle, which can hold code", "save_pretrained"),
+    ),
+    "m5 a model with code of its own": (model_with_code, "", ("model", "trust_remote_code", "Fix: ")),
+    "m6 a tokenizer whose limit is text": (
+        model("tokenizer_config.json", '{"model_max_length": "x", "tokenizer_class": "PreTrainedTokenizerFast"}'),
+        "",
+        ("model.name_or_path = model", "cannot load it"),
+    ),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "", ("tokenizer.json",)),
     "broken tokenizer": (model("tokenizer.json", "{"), "", ("line 1 column 2",)),
     "broken generation config": (model("generation_config.json", "{"), "", ("generation_config.json",)),
@@ -210,7 +283,42 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
         START,
         ("names differ", "layers.1.self_attn", "base"),
     ),
+    "a1 adapter of another width": (
+        both(adapter, edited("start/adapter_model.safetensors", widened)),
+        START,
+        ("cannot load it", "base is model"),
+    ),
+    "a2 adapter of modules that are not there": (
+        both(adapter, adapter_config_with(target_modules=["c_attn"])),
+        START,
+        ("cannot load it", "c_attn"),
+    ),
+    "a3 adapter in a pickle alone": (
+        both(
+            adapter,
+            lambda folder: (folder / "start/adapter_model.safetensors").unlink(),
+            pickled("start/adapter_model.bin"),
+        ),
+        START,
+        ("no adapter_model.safetensors", "a pickle, which can hold code"),
+    ),
+    "a3 adapter with NaN": (
+        both(adapter, edited("start/adapter_model.safetensors", with_nan)),
+        START,
+        ("lora.start_adapter = start", "not finite", "q_proj.lora_A"),
+    ),
+    "a4 adapter config that is no object": (
+        both(adapter, file("start/adapter_config.json", "[1]")),
+        START,
+        ("object",),
+    ),
+    "a4 adapter whose base is a list": (
+        both(adapter, adapter_config_with(base_model_name_or_path=["model"])),
+        START,
+        ("base_model_name_or_path",),
+    ),
     # the data
+    "d9 a folder with a loading script": (data_folder_with_a_script, "--data.source set", ("set",)),
     "no such file": (nothing, "--data.source trian.jsonl", ("trian.jsonl", "similar names: train.jsonl")),
     "no rows": (file("train.jsonl", ""), "", ("holds no rows",)),
     "b93 no prompt column": (rows({"text": "a"}), "", ("prompt, query, question", "Columns: text")),

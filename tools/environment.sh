@@ -24,7 +24,7 @@ pip_install() {
 
 make_environment() {
     local python wanted stamp=.venv/zero-grpo.stamp started=$SECONDS
-    wanted=$(cat requirements.lock pyproject.toml tools/environment.sh | cksum)
+    wanted=$(cat requirements.lock requirements.hashes pyproject.toml tools/environment.sh | cksum)
     if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
 
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
@@ -42,7 +42,9 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
             "On Debian or Ubuntu: apt install python3-dev"
 
     echo "environment: installing requirements.lock into .venv (minutes when it is new, seconds when it is complete)"
-    # torch alone may bring what the lock does not name: on a machine with an NVIDIA card, the CUDA libraries of its build.
+    pip_install --no-deps --require-hashes -r requirements.hashes
+    # torch alone has no hash, since its builds differ by machine, and may bring what the lock does not name: on a machine
+    # with an NVIDIA card, the CUDA libraries of its build. Last, so that all it needs beside them is there, hashed.
     pip_install "$(grep '^torch==' requirements.lock)"
     pip_install --no-deps -r requirements.lock
     pip_install --no-deps --editable .

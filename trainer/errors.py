@@ -1,10 +1,34 @@
-"""How a run ends early. Each class carries the exit code of its kind; the message is all that the user sees."""
+"""How a run ends early. Each class carries the exit code of its kind; the message is all that the user sees, and holds
+no key of an account."""
+
+import os
+import re
+
+# OpenAI and DashScope, Hugging Face, GitHub, AWS, Google, Slack; an HTTP header; a URL with a password.
+KEYS = re.compile(
+    r"\b(sk-[\w-]{8,}|hf_[A-Za-z0-9]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|xox[abp]-[\w-]{10,})"
+    r"|\bBearer\s+\S{8,}|://[^/\s:@]+:[^/\s:@]+@"
+)
+NAMES_OF_KEYS = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+SHORTEST_KEY = 8
+
+
+def redacted(text: str) -> str:
+    """``text`` without what looks like a key, and without every key that the environment holds: what fails may quote
+    one, a service its header or a reward function its arguments."""
+    for name, value in os.environ.items():
+        if NAMES_OF_KEYS.search(name) and len(value) >= SHORTEST_KEY and not value.startswith(("/", ".", "~")):
+            text = text.replace(value, "[secret]")
+    return KEYS.sub("[secret]", text)
 
 
 class RunEnd(Exception):
     """A run that ends for a reason the user must read: one message, no traceback."""
 
     exit_code: int = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redacted(message))
 
 
 class Refused(RunEnd):
@@ -20,7 +44,7 @@ class Refused(RunEnd):
             listed = "\n".join("  " + problem.replace("\n", "\n    ") for problem in problems)
             message = f"{of}{': ' if of else ''}{len(problems)} problems.\n{listed}"
         super().__init__(message)
-        self.problems = problems
+        self.problems = tuple(map(redacted, problems))
 
 
 class Stopped(RunEnd):

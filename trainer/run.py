@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer import interrupts
 from trainer.checkpoint import manifest, resume
-from trainer.checkpoint.save import Checkpoints
+from trainer.checkpoint.save import PROGRESS, Checkpoints
 from trainer.checkpoint.store import Found
 from trainer.config import RunConfig
 from trainer.errors import Interrupted, Lost, NoCheckpoint, OutOfMemory, Preempted, Refused, RunEnd
@@ -118,8 +118,9 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
     output = Output(state)
     if found:
         progress = together(world, lambda: resume.restore(found.path, state.engine, world))
-        state.restore(progress)
-        output.restore(progress["output"], goes_on=goes_on)
+        with resume.as_written(found.path / PROGRESS):
+            state.restore(progress)
+            output.restore(progress["output"], goes_on=goes_on)
         if not goes_on:  # a branch has no checkpoint of its own yet
             state.best = None
         else:  # a kill may have come between a rollback and the next checkpoint

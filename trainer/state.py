@@ -19,8 +19,15 @@ from trainer.rollout.hooks import Hook, HookContext
 from trainer.watch.signals import Slope
 from trainer.world import World
 
-PROGRESS = ("step", "updates", "kl_coefficient", "nonfinite_in_a_row", "rollbacks", "best")
-"""The numbers that move, and that a resumed run takes over."""
+NUMBERS: dict[str, type[int] | type[float]] = {
+    "step": int,
+    "updates": int,
+    "kl_coefficient": float,
+    "nonfinite_in_a_row": int,
+    "rollbacks": int,
+}
+PROGRESS = (*NUMBERS, "best")
+"""What moves, and what a resumed run takes over."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,9 @@ class State:
 
     def restore(self, progress: dict[str, Any]) -> None:
         """The numbers of a checkpoint's ``Boundary.progress``."""
-        for name in PROGRESS:
-            setattr(self, name, progress[name])
+        for name, kind in NUMBERS.items():
+            setattr(self, name, kind(progress[name]))
+        self.best = progress["best"]
 
     def hook_context(self, groups: list[Group]) -> HookContext:
         """What a before-rollout hook may look at; a collective, since ``longest_prompt`` is that of all ranks'

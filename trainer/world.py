@@ -1,16 +1,18 @@
 """Ranks and collectives. The only importer of torch.distributed; every collective of our own is written here, once."""
 
+import io
 import os
+import pickle
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trainer.errors import Refused, RunEnd
+from trainer.errors import Lost, Refused, RunEnd
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,19 @@ class World:
         return tensor.tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        """Every rank's value, in rank order, on every rank: numbers, text, containers, records and errors of ours.
+
+        Lost where anything else arrives. torch's own ``all_gather_object`` would run what it is told to, and whoever
+        reaches the ranks' ports can tell.
+        """
+        told = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        sizes = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(told)], device=self.device))
+        longest = int(max(sizes))
+        all_told = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in range(self.size)]
+        dist.all_gather(all_told, torch.nn.functional.pad(told, (0, longest - len(told))))
+        pieces = [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(all_told, sizes, strict=True)]
+        return [_Reader(io.BytesIO(piece)).load() for piece in pieces]
 
     def barrier(self) -> None:
         dist.barrier()
@@ -65,6 +76,25 @@ class World:
                 # A file that one host lacks, say; the others would look in vain for what is wrong.
                 alone = "" if met == sorted({host for _, host in reports}) else f"\n(on {', '.join(met)} alone)"
                 raise kind(f"{message}{alone}") from error
+
+
+class _Reader(pickle.Unpickler):
+    """Of what another rank tells. A pickle can name any function and have it called; this one finds records only."""
+
+    CONTAINERS = (("collections", "Counter"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"))
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if (module, name) in self.CONTAINERS else None
+        if module.startswith("trainer."):
+            found = super().find_class(module, name)
+            if not (isinstance(found, type) and (is_dataclass(found) or issubclass(found, RunEnd))):
+                found = None
+        if found is None:
+            raise Lost(
+                f"a rank that sent {module}.{name}, which no rank sends: another program has joined, or the hosts run "
+                "different versions of zero-grpo. Fix: keep the ranks' ports inside a private network."
+            )
+        return found
 
 
 def connect(device: str, *, timeout_seconds: float) -> World:

@@ -24,12 +24,30 @@ FAILS_ON_RANK_1 = """
 import os
 calls = []
 def spread(completions, **_):
-    print("a print of the user's")
+    print("a print of the user's", os.environ["HF_TOKEN"])
     calls.append(completions)
     if os.environ["RANK"] == "1" and len(calls) > 1:  # the first call is a trial before the first step
-        raise ValueError("no judge on rank 1")
+        raise ValueError("no judge on rank 1 takes " + os.environ["HF_TOKEN"])
     return [float(len(text)) for text in completions]
 """
+SOCKETS = """
+import json, os
+from pathlib import Path
+def look(context):
+    descriptors = [path for path in Path("/proc/self/fd").iterdir() if path.exists() or path.is_symlink()]
+    mine = {os.readlink(path) for path in descriptors if path.is_symlink()}
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in mine:  # it listens
+                address, port = words[1].split(":")
+                found.append([set(address) == {"0"}, int(port, 16)])
+    told = {"listens": found, "port": int(os.environ["MASTER_PORT"])}
+    Path(f"sockets-{os.environ['RANK']}.json").write_text(json.dumps(told))
+"""
+"""A hook that writes down where its rank listens: whether on every address, and the port."""
+CANARY = "hf_canaryCANARYcanaryCANARY"
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ def folder(tmp_path: Path) -> Path:
 def started(folder: Path, command: tuple[str, ...]) -> subprocess.Popen[str]:
     # The folder too: hooks are modules.
     variables = {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    variables["HF_TOKEN"] = CANARY
     launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     environment = {name: value for name, value in os.environ.items() if name not in launched} | variables
     pipe = subprocess.PIPE
@@ -61,6 +80,9 @@ def run(folder: Path, *command: str) -> Ended:
         out, err = process.communicate(timeout=150)
     finally:
         process.kill()
+    assert CANARY not in out + err
+    written = [path for path in (folder / "out").rglob("*") if path.is_file()]
+    assert [path for path in written if CANARY.encode() in path.read_bytes()] == []
     return Ended(process.returncode, out, err)
 
 
@@ -88,7 +110,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 150) -> None:
 
 
 def test_two_ranks_show_the_run_alone(folder: Path) -> None:
-    ended = run(folder, *ZERO_GRPO, "--gpus", "2", "--log.histogram_every", "2")
+    (folder / "listed.py").write_text(SOCKETS)
+    hook = ("--hooks.before_rollout", '["listed:look"]')
+    ended = run(folder, *ZERO_GRPO, "--gpus", "2", "--log.histogram_every", "2", *hook)
     assert (ended.code, ended.err) == (0, "")
     lines = [line for line in ended.out.splitlines() if line]
     assert "2 rank(s)" in ended.out and sum(" | reward " in line for line in lines) == 2
@@ -101,6 +125,10 @@ def test_two_ranks_show_the_run_alone(folder: Path) -> None:
     histogram = json.loads((folder / "out/histograms/step-000002.json").read_text())
     rows = [json.loads(line) for line in (folder / "out/rollouts/step-000002.jsonl").read_text().splitlines()]
     assert histogram["tokens"] == sum(len(row["completion_ids"]) for row in rows)  # of both ranks
+    for rank in range(2):  # S8, as launch/README.md says
+        told = json.loads((folder / f"sockets-{rank}.json").read_text())
+        everywhere = [port for on_all, port in told["listens"] if on_all]
+        assert everywhere == ([told["port"]] if rank == 0 else []) and len(told["listens"]) > len(everywhere)
     assert left(folder) == []
 
 

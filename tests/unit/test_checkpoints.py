@@ -116,6 +116,50 @@ def test_k1_a_manifest_of_a_newer_format_is_named(tmp_path: Path) -> None:
         manifest.verify(path.parent)
 
 
+def resign(folder: Path, change: Any) -> None:
+    """A manifest changed by somebody who then puts its own hash right."""
+    record = json.loads((folder / manifest.NAME).read_text())
+    del record["sha256"]
+    change(record)
+    (folder / manifest.NAME).write_text(json.dumps(record | {"sha256": manifest._own_hash(record)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda record: record.pop("run_id"), "run_id: Field required"),
+        (lambda record: record["facts"].update(world_size="two"), "facts.world_size: "),
+        (lambda record: record["files"].update({"progress.json": [1]}), "files.progress.json.1: "),
+        (lambda record: record.update(files=[]), "files: "),
+    ],
+)
+def test_k1_a_manifest_of_another_shape_is_named_though_its_hash_is_right(
+    tmp_path: Path, change: Any, said: str
+) -> None:
+    folder = checkpoint(tmp_path, 5)
+    resign(folder, change)
+    with pytest.raises(NoCheckpoint, match=f"{manifest.NAME}: {said}.*not what this version writes"):
+        manifest.verify(folder)
+
+
+@pytest.mark.parametrize("name", ["../other.json", "/etc/hostname", "deepspeed/../../other.json"])
+def test_k5_a_manifest_cannot_name_a_file_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    folder = checkpoint(tmp_path, 5)
+    other = folder.parent / "other.json"
+    other.write_text("{}")
+    entry = [other.stat().st_size, manifest.file_sha256(other)]
+    resign(folder, lambda record: record["files"].update({name: entry}))
+    with pytest.raises(NoCheckpoint, match=r"missing"):
+        manifest.verify(folder)
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), TypeError("b"), ValueError("c"), OverflowError("d")])
+def test_k1_what_is_put_back_is_what_this_version_writes(error: Exception, tmp_path: Path) -> None:
+    said = r"progress\.json: it does not hold what this version writes"
+    with pytest.raises(NoCheckpoint, match=said), resume.as_written(tmp_path / "progress.json"):
+        raise error
+
+
 def test_k4_a_pickle_with_a_foreign_global_is_found_and_not_run(tmp_path: Path) -> None:
     store = Store(tmp_path)
     folder = store.begin(7, "run")

@@ -248,11 +248,6 @@ def test_weights_are_read_where_headers_or_hooks_need_them_and_only_there(
     assert "loading model" not in capfd.readouterr().out
     assert main(["preflight", "run.toml", "--hooks.before_rollout", '["looks:look"]']) == 0
     assert "loading model" in capfd.readouterr().out
-    torch.save(load_file(folder / "model/model.safetensors"), folder / "model/pytorch_model.bin")
-    (folder / "model/model.safetensors").unlink()
-    assert main(["preflight", "run.toml"]) == 0
-    out = capfd.readouterr().out
-    assert "loading model" in out and "weights in pickles (.bin) are checked as they are loaded" in out
 
 
 def test_a_head_that_changes_its_logits_is_seen_without_weights() -> None:

@@ -1,13 +1,18 @@
-"""What ranks say when they end together."""
+"""What ranks say to each other, and when they end together."""
 
+import collections
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from trainer.errors import NoCheckpoint, Refused, RunEnd
+from trainer.batch import Completion, Prompt
+from trainer.errors import Lost, NoCheckpoint, Refused, RunEnd
+from trainer.launcher import probe
 from trainer.world import World
 
 
@@ -36,3 +41,37 @@ def test_every_rank_ends_with_the_lowest_rank_s_message() -> None:
 def test_a_host_that_alone_met_the_mistake_is_named() -> None:
     assert str(ended(None, ((Refused, "no such folder"), "hostb")).value) == "no such folder\n(on hostb alone)"
     assert str(ended(Refused("bad"), ((Refused, "bad"), "hostb")).value) == "bad"
+
+
+TOLD = [
+    None,
+    {"a": [1, 2.5, "中\ud800", b"x", True], 3: ({4}, frozenset({5}))},
+    collections.Counter("hello"),
+    (Refused, "why"),
+    Path("/a/b"),
+    Completion(0, 1, Prompt(0, "x", (1, 2), None, {"answer": "2"}), (5,), (-1.0,), "stop", "y"),
+    "x" * 100_000,
+]
+
+
+@pytest.mark.parametrize("value", TOLD, ids=lambda value: type(value).__name__)
+def test_what_ranks_tell_each_other_arrives(value: Any, world: World) -> None:
+    assert world.gather_objects(value) == [value]
+
+
+class Calls:
+    """Unpickled, it calls ``function``."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.called = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.called
+
+
+@pytest.mark.parametrize("function", [os.mkdir, eval, getattr, probe._said, torch.load])
+def test_s9_what_another_program_tells_is_not_run(function: Any, world: World, tmp_path: Path) -> None:
+    """Nor may it name a function of ours."""
+    with pytest.raises(Lost, match="another program has joined"):
+        world.gather_objects({"rewards": [Calls(function, str(tmp_path / "canary"))]})
+    assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import NoCheckpoint
 
@@ -49,6 +50,9 @@ class Manifest:
     facts: Facts
     files: dict[str, tuple[int, str]]
     """Path inside the folder -> bytes, SHA-256."""
+
+
+SHAPE = TypeAdapter(Manifest)
 
 
 def file_sha256(path: Path) -> str:
@@ -103,8 +107,12 @@ def read(folder: Path) -> Manifest:
         raise NoCheckpoint(f"{path}: format {record.get('format')}, this version reads {FORMAT}")
     if own != _own_hash(record):
         raise NoCheckpoint(f"{path}: it does not have the sha256 that it states: changed or damaged")
-    files = {name: (size, sha256) for name, (size, sha256) in record["files"].items()}
-    return Manifest(record["step"], record["run_id"], Facts(**record["facts"]), files)
+    try:
+        return SHAPE.validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise NoCheckpoint(f"{path}: {where}: {first['msg']}: not what this version writes") from error
 
 
 def verify(folder: Path) -> Manifest:
@@ -119,16 +127,16 @@ def verify(folder: Path) -> Manifest:
 
 
 def _verified(folder: Path) -> Manifest:
-    manifest = read(folder)
+    manifest, present = read(folder), set(listed(folder))
     for name, (size, sha256) in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        if name not in present:  # a path that leads out of the folder is none of its files either
             raise NoCheckpoint(f"{path}: missing")
         if (found := path.stat().st_size) != size:
             raise NoCheckpoint(f"{path}: {found} bytes, saved were {size}")
         if (hashed := file_sha256(path)) != sha256:
             raise NoCheckpoint(f"{path}: sha256 {hashed[:12]}…, saved was {sha256[:12]}…: damaged")
-    for name in listed(folder):
+    for name in sorted(present):
         if name not in manifest.files:
             raise NoCheckpoint(f"{folder / name}: not a file of this checkpoint")
         if name.endswith(".pt"):

@@ -1,7 +1,8 @@
 """Going on from a checkpoint: which one, whether this run may, and all of it put back."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,23 @@ def restore(folder: Path, engine: ZeroEngine, world: World) -> dict[str, Any]:
     given as ``progress``."""
     if not engine.load(folder / "deepspeed"):
         raise NoCheckpoint(f"{folder}: DeepSpeed found nothing to load in deepspeed/. Fix: another checkpoint.")
-    random_states.restore(_read_json(folder / random_file(world.rank)), world.device)
-    return _read_json(folder / PROGRESS)
+    file = folder / random_file(world.rank)
+    with as_written(file):
+        random_states.restore(_read_json(file), world.device)
+    with as_written(folder / PROGRESS):
+        return _read_json(folder / PROGRESS)
+
+
+@contextmanager
+def as_written(path: Path) -> Iterator[None]:
+    """NoCheckpoint where what is put back from ``path`` is not what this version writes, whoever has signed it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise NoCheckpoint(
+            f"{path}: it does not hold what this version writes ({type(error).__name__}: {error}). "
+            "Fix: another checkpoint."
+        ) from error
 
 
 def _stretched(config: dict[str, Any]) -> list[str]:

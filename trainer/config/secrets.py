@@ -1,20 +1,15 @@
 """Keys of accounts do not belong in a run file: it is copied into every run directory."""
 
-import re
 from typing import Any
 
 from trainer.config.fields import Path
 from trainer.config.problems import Problem, dotted
+from trainer.errors import KEYS
 
 _NAMES = {
     "access_token", "api_key", "api_token", "apikey", "auth_token", "authorization", "bearer", "credentials",
     "hf_token", "hub_token", "password", "passwd", "private_key", "secret", "secret_key", "token", "wandb_key",
 }  # fmt: skip
-# OpenAI and DashScope, Hugging Face, GitHub, AWS, Google, Slack; an HTTP header; a URL with a password.
-_VALUES = re.compile(
-    r"\b(sk-[\w-]{8,}|hf_[A-Za-z0-9]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|xox[abp]-[\w-]{10,})"
-    r"|\bBearer\s+\S{8,}|://[^/\s:@]+:[^/\s:@]+@"
-)
 _FIX = (
     "Keep it in an environment variable and out of the file; a [[reward]] names the variable: key_env ="
     ' "OPENAI_API_KEY".'
@@ -22,12 +17,7 @@ _FIX = (
 
 
 def is_secret(text: str) -> bool:
-    return _VALUES.search(text) is not None
-
-
-def redacted(text: str) -> str:
-    """For what others say: a service's error may quote the key that it was given."""
-    return _VALUES.sub("[secret]", text)
+    return KEYS.search(text) is not None
 
 
 def take(tree: Any, prefix: Path = ()) -> list[Problem]:

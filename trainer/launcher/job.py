@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from trainer.errors import Refused
+from trainer.errors import Refused, redacted
 from trainer.launcher.handover import Handover, split_environment, write_secrets
 from trainer.launcher.hosts import Host, read_hostfile, table
 from trainer.launcher.lease import Lease
@@ -209,7 +209,7 @@ class _Job:
                 else:
                     self.outcome.note(line)
                     with contextlib.suppress(OSError):  # a full disk must not stop the reading: ranks would block
-                        file.write(line)
+                        file.write(redacted(line))
                         file.flush()
 
     def _wait(self, process: subprocess.Popen[str]) -> None:

@@ -10,6 +10,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.errors import redacted
+
 WRAPPED = "ZERO_GRPO_WRAPPED"
 """The variable that holds the id of the launch, where ``zero-grpo train --gpus`` or ``--hostfile`` started the rank."""
 
@@ -34,7 +36,7 @@ def say(text: str) -> None:
     """Prints for the user, from rank 0, also through the launcher's pipe."""
     launch_id = os.environ.get(WRAPPED)
     # A write for each line: one of up to 4 KiB goes through a pipe in one piece, whatever the other ranks print.
-    for line in text.split("\n"):
+    for line in redacted(text).split("\n"):
         sys.stdout.write(f"{mark(launch_id)}{line}\n" if launch_id else f"{line}\n")
         sys.stdout.flush()
 
@@ -42,7 +44,7 @@ def say(text: str) -> None:
 def report(code: int | None = None, why: str = "") -> None:
     """Tells the one who started the ranks that this one begins or ends; nothing where nobody did."""
     if launch_id := os.environ.get(WRAPPED):
-        told = Report(int(os.environ["RANK"]), socket.gethostname(), os.getpid(), code, why[:600])
+        told = Report(int(os.environ["RANK"]), socket.gethostname(), os.getpid(), code, redacted(why)[:600])
         # Short of 4 KiB, also when each character takes six: a pipe takes that in one piece.
         sys.stdout.write(f"{mark(launch_id) * 2}{json.dumps(asdict(told))}\n")
         sys.stdout.flush()

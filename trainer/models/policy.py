@@ -1,7 +1,6 @@
 """The policy: weights from a folder, a hub name or a GGUF file; full, LoRA or 4-bit LoRA; one dtype to compute in; no
 dropout in any pass."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from trainer.config.sections import Lora, Model, Quant
 from trainer.errors import Refused
 from trainer.models import quantised, rope
 from trainer.models.rope_fields import check_config_json
-from trainer.models.source import arguments_of, loaded, local_file, refuse_missing, refuse_shapes
+from trainer.models.source import adapter_config, arguments_of, loaded, local_file, refuse_missing, refuse_shapes
 
 REFERENCE_ADAPTER = "reference"
 """Name of the frozen copy of the start adapter, beside the trained "default"."""
@@ -73,7 +72,9 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     """The tokenizer of the model folder or GGUF file."""
     arguments = arguments_of(model)
     tokenizer = loaded(model, lambda: AutoTokenizer.from_pretrained(model.name_or_path, **arguments))
-    if not tokenizer("1 a")["input_ids"]:  # without its files transformers makes an empty one of the model's class
+    if not loaded(
+        model, lambda: tokenizer("1 a")["input_ids"]
+    ):  # without its files transformers makes an empty one of the model's class
         raise Refused(
             f"model.name_or_path = {model.name_or_path}: there is no tokenizer. Fix: put tokenizer.json and "
             "tokenizer_config.json of this model beside its weights."
@@ -140,6 +141,8 @@ def load_causal(
     check_attention(model)
     # Weights of another shape are reported here and refused below, by name; transformers only logs their names.
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "attn_implementation": model.attn}
+    if not model.gguf_file:
+        arguments["use_safetensors"] = True  # a pickle can hold code
     load = AutoModelForCausalLM.from_pretrained
     result: Any = loaded(model, lambda: load(model.name_or_path, config=config, dtype=dtype, **arguments))
     causal, info = result
@@ -246,26 +249,16 @@ def _fresh(causal: PreTrainedModel, lora: Lora) -> PeftModel:
 
 def _continued(causal: PreTrainedModel, lora: Lora) -> PeftModel:
     folder = Path(lora.start_adapter)
+    saved = adapter_config(folder, lora)
     try:
-        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(
-            f"lora.start_adapter = {lora.start_adapter}: {error}. Expected a folder that PEFT saved."
-        ) from error
-    if (saved.get("r"), saved.get("lora_alpha")) != (lora.r, lora.alpha):
-        raise Refused(
-            f"lora.start_adapter = {folder}: its r and lora_alpha are {saved.get('r')} and "
-            f"{saved.get('lora_alpha')}, the run "
-            f"file's lora.r and lora.alpha are {lora.r} and {lora.alpha}. Fix: set lora.r = {saved.get('r')} and "
-            f"lora.alpha = {saved.get('lora_alpha')}."
-        )
-    if saved.get("peft_type") != "LORA":
-        raise Refused(f"lora.start_adapter = {folder}: its peft_type is {saved.get('peft_type')}, expected LORA.")
-    if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
-        raise Refused(f"lora.start_adapter = {folder}: no adapter_model.safetensors there. Fix: copy the whole folder.")
-    try:
-        files = set(load_peft_weights(str(folder), device="cpu"))
+        weights = load_peft_weights(str(folder), device="cpu")
+        files = set(weights)
         _refuse_beyond_layers(folder, files)
+        if spoilt := sorted(name for name in files if not weights[name].isfinite().all()):
+            raise Refused(
+                f"lora.start_adapter = {folder}: {len(spoilt)} of its {len(files)} weights are not finite (first: "
+                f"{spoilt[0]}). Fix: take an adapter from before it diverged."
+            )
         peft = PeftModel.from_pretrained(causal, str(folder), is_trainable=True, autocast_adapter_dtype=False)
         peft.load_adapter(str(folder), REFERENCE_ADAPTER, is_trainable=False, autocast_adapter_dtype=False)
     except Refused:

@@ -103,7 +103,8 @@ def _base(policy: Policy, folder: Path, model: Model, quant: Quant, device: torc
     where = folder / "base" if model.gguf_file else model.name_or_path
     try:
         scaled = (folder / "config.json").is_file()
-        config = AutoConfig.from_pretrained(folder) if scaled else AutoConfig.from_pretrained(where, **named)
+        own = {"trust_remote_code": model.trust_remote_code}
+        config = AutoConfig.from_pretrained(folder, **own) if scaled else AutoConfig.from_pretrained(where, **named)
         arguments = named | quantised.loading(config, quant, policy.dtype)
         base: PreTrainedModel = load(
             where, config=config, dtype=policy.dtype, attn_implementation=model.attn, **arguments

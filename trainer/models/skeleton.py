@@ -16,7 +16,7 @@ from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
 from trainer.models.policy import add_adapter
 from trainer.models.scorer import TokenScorer, check_head
-from trainer.models.source import loaded, refuse_missing, refuse_shapes
+from trainer.models.source import loaded, refuse_missing, refuse_pickles, refuse_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 """By name of a weight."""
@@ -58,7 +58,7 @@ def miniature(config: PretrainedConfig) -> PreTrainedModel:
     if "layer_types" in vars(text):
         text.layer_types = []
     text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    causal = AutoModelForCausalLM.from_config(own, dtype=torch.float32).eval()
+    causal = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False).eval()
     head = causal.get_output_embeddings().weight
     with torch.no_grad():  # logits as large as a trained model's: capping leaves small ones as they are
         head *= LOGITS / (head.std() * head.shape[1] ** 0.5)
@@ -128,12 +128,18 @@ def _files(model: Model) -> list[Path] | str:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         if any(folder.glob("pytorch_model*.bin*")):
-            return "weights in pickles (.bin) are checked as they are loaded"
+            refuse_pickles(model)
         raise Refused(
             f"model.name_or_path = {model.name_or_path}: no weights there, neither {WEIGHTS} nor {INDEX}. Fix: copy "
             "the whole folder; for a GGUF file give model.gguf_file."
         )
-    parts = sorted({folder / name for name in json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()})
+    try:
+        names = set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values())
+        parts = sorted(folder / name for name in names if Path(name).name == name)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise Refused(f"{folder / INDEX}: damaged ({type(error).__name__}: {error}). Fix: copy it again.") from error
+    if len(parts) < len(names):
+        raise Refused(f"{folder / INDEX}: it names files outside of its folder. Fix: copy it again.")
     if absent := [part.name for part in parts if not part.is_file()]:
         raise Refused(
             f"{folder}: {len(absent)} of {len(parts)} files that {INDEX} names are missing "

@@ -1,22 +1,32 @@
 """Where a model comes from: a folder, a hub name or a GGUF file, and what is said when it cannot be had."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
-from trainer.config.sections import Model
+from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
 from trainer.record.memory import asked_of_memory
 
 T = TypeVar("T")
 
 OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?:[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PICKLES, SAFE = re.compile(r"pytorch_model.*\.bin(\.index\.json)?"), re.compile(r"model.*\.safetensors(\.index\.json)?")
 LFS_POINTER = b"version https://git-lfs"
 SECONDS_TO_REACH_THE_HUB = 10.0
+A_PICKLE = "a pickle, which can hold code and is not read"
 POLICY = "model.name_or_path"
 """The key of a run file that names a model, unless it is another's, as a reward's path."""
 
@@ -61,6 +71,44 @@ def loaded(model: Model, load: Callable[[], T], key: str = POLICY, kind: str = "
             raise
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise Refused(f"{key} = {model.name_or_path}: transformers cannot load it: {reason}\nFix: {fix}.") from error
+
+
+def adapter_config(folder: Path, lora: Lora) -> dict[str, Any]:
+    """adapter_config.json of the adapter that a run goes on from. Refused where it is not of a LoRA as the run's, or
+    its weights are not there as safetensors."""
+    where = f"lora.start_adapter = {folder}"
+    try:
+        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(f"{where}: {error}. Expected a folder that PEFT saved.") from error
+    if not isinstance(saved, dict) or not isinstance(saved.get("base_model_name_or_path"), str | None):
+        raise Refused(
+            f"{where}: adapter_config.json is not one that PEFT saved. Expected an object, with the name of the base "
+            "as text in base_model_name_or_path. Fix: copy the whole folder again."
+        )
+    if (saved.get("r"), saved.get("lora_alpha")) != (lora.r, lora.alpha):
+        raise Refused(
+            f"{where}: its r and lora_alpha are {saved.get('r')} and {saved.get('lora_alpha')}, the run file's lora.r "
+            f"and lora.alpha are {lora.r} and {lora.alpha}. Fix: set lora.r = {saved.get('r')} and "
+            f"lora.alpha = {saved.get('lora_alpha')}."
+        )
+    if saved.get("peft_type") != "LORA":
+        raise Refused(f"{where}: its peft_type is {saved.get('peft_type')}, expected LORA.")
+    if not (folder / "adapter_model.safetensors").is_file():
+        fix = "copy the whole folder"
+        if (folder / "adapter_model.bin").is_file():
+            fix = f"save it as safetensors; adapter_model.bin is {A_PICKLE}"
+        raise Refused(f"{where}: no adapter_model.safetensors there. Fix: {fix}.")
+    return saved
+
+
+def refuse_pickles(model: Model) -> NoReturn:
+    """Of a model whose weights are in pytorch_model.bin alone."""
+    raise Refused(
+        f"{POLICY} = {model.name_or_path}: its weights are in pytorch_model.bin, {A_PICKLE}. Expected "
+        "model.safetensors. Fix: a revision with safetensors; or, of a file that you trust, load it once with "
+        "transformers' from_pretrained and save it with save_pretrained."
+    )
 
 
 def refuse_shapes(model: Model, misfits: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
@@ -130,11 +178,27 @@ def _check_name(model: Model, key: str) -> None:
 def _check_hub(model: Model, key: str) -> None:
     """One plain request: the loaders would try for half a minute before they say less."""
     name, file = model.name_or_path, model.gguf_file or "config.json"
-    if isinstance(try_to_load_from_cache(name, file, revision=model.revision or None), str):
-        return
+    if model.trust_remote_code and not COMMIT.fullmatch(model.revision):
+        raise Refused(
+            f"model.trust_remote_code = true would run whatever code {name} has at the time. Expected the commit whose "
+            f"code you have read, got model.revision = {model.revision!r}. Fix: all 40 digits of it as model.revision."
+        )
+    try:
+        if isinstance(try_to_load_from_cache(name, file, revision=model.revision or None), str):
+            return
+    except HFValidationError as error:
+        raise Refused(
+            f"{key} = {name!r}: no folder of that name in {Path.cwd()}, and no name that a model on the hub can have: "
+            f"{error} Fix: give the model's folder, or its name on the hub as OWNER/MODEL."
+        ) from None
     where = f"{key} = {name}: no folder of that name in {Path.cwd()}, and"
     try:
-        HfApi().model_info(name, revision=model.revision or None, timeout=SECONDS_TO_REACH_THE_HUB)
+        found = HfApi().model_info(name, revision=model.revision or None, timeout=SECONDS_TO_REACH_THE_HUB)
+        files = [one.rfilename for one in found.siblings or ()]
+        if key == POLICY and any(PICKLES.fullmatch(one) for one in files) and not any(map(SAFE.fullmatch, files)):
+            refuse_pickles(model)
+    except Refused:
+        raise
     except RevisionNotFoundError:
         raise Refused(f"model.revision = {model.revision}: {name} has no such branch, tag or commit.") from None
     except RepositoryNotFoundError:

@@ -128,7 +128,8 @@ def start_adapter_base(adapter_dir: str | Path, policy_name: str) -> tuple[str, 
 
 def _of_folder(folder: str) -> Vocabulary:
     try:
-        return vocabulary_of(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return vocabulary_of(found)
     except Exception as error:  # tokenizers raises the bare class
         raise Refused(f"{folder}: its tokenizer cannot be read: {error}") from None
 

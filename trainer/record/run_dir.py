@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.errors import Refused
+from trainer.errors import Refused, redacted
 from trainer.record.rollout_rows import FIELDS, rollout_file
 
 RunState = Literal["running", "done", "stopped", "lost", "preempted", "interrupted"]
@@ -189,7 +189,7 @@ class RunDirectory:
             "state": state,
             "exit_code": exit_code,
             "step": step,
-            "reason": reason,
+            "reason": redacted(reason),
             "host": host,
             "rank": rank,
             "pid": pid,

@@ -24,7 +24,7 @@ def bytes_as_units(text: str) -> list[int]:
 def tokens_of(path: str) -> Starts:
     """By the tokenizer in a folder. Refused where it cannot say which characters a token stands for."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise Refused(f"path = {path!r}: no tokenizer can be read there: {str(error).splitlines()[0]}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import httpx2
 import tenacity
 
-from trainer.config.secrets import redacted
-from trainer.errors import Refused, Stopped
+from trainer.errors import Refused, Stopped, redacted
 from trainer.rewards.services.breaker import ServiceError, Unavailable
 from trainer.rewards.services.replies import parsed
 

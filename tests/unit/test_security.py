@@ -1,0 +1,145 @@
+"""Rules that hold for every line of the source: no pickle from outside, no code of a model, no shell with data."""
+
+import ast
+import importlib.metadata
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))
+    for folder in ("trainer", "launch")
+    for path in (ROOT / folder).rglob("*.py")
+}
+
+PICKLES = {
+    "trainer/rewards/processes.py": "calls for a process of our own, by its stdin; its answers are JSON",
+    "trainer/rewards/worker.py": "those calls, in that process",
+    "trainer/world.py": "what ranks tell each other, by a reader that finds records alone",
+}
+"""All that may import pickle, and what for."""
+READS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
+RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
+
+
+def dotted(node: ast.AST) -> str:
+    """a.b.c of an expression; "" of any other."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def given(call: ast.Call) -> dict[str | None, ast.expr]:
+    """Keyword arguments; None for a mapping that is unpacked."""
+    return {keyword.arg: keyword.value for keyword in call.keywords}
+
+
+def faults(path: str, tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        where = f"{path}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            for name in names:
+                if name.split(".")[0] in READS_CODE and path not in PICKLES:
+                    yield f"{where} imports {name}"
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "trust_remote_code" and _is_true(value):
+                    yield f"{where} trusts remote code"
+        if not isinstance(node, ast.Call):
+            continue
+        name, words = dotted(node.func), given(node)
+        last = name.rpartition(".")[2]
+        if name in RUNS_TEXT:
+            yield f"{where} calls {name}"
+        if _is_true(words.get("shell")) or name in ("os.system", "os.popen", "subprocess.getoutput"):
+            yield f"{where} hands a line to a shell"
+        if name == "torch.load" and not _is_true(words.get("weights_only")):
+            yield f"{where} loads a pickle"
+        if _is_true(words.get("allow_pickle")) or _is_true(words.get("trust_remote_code")):
+            yield f"{where} trusts what it loads"
+        told = {"trust_remote_code", None} & set(words)
+        if last in ("from_pretrained", "from_config") and name.startswith("Auto") and not told:
+            yield f"{where} leaves trust_remote_code to be asked for"
+        if "_object" in last and name.startswith("dist."):
+            yield f"{where} {last} reads whatever arrives"
+
+
+def _is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def test_s1_s3_s5_s9_s11_no_source_runs_what_comes_from_outside() -> None:
+    assert [fault for path, tree in SOURCES.items() for fault in faults(path, tree)] == []
+    importers = {path for path, tree in SOURCES.items() if "pickle" in _imported(tree)}
+    assert importers == set(PICKLES)
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from multiprocessing import Pool",
+        "eval(text)",
+        "subprocess.run(line, shell=True)",
+        "os.system(line)",
+        "torch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "numpy.load(file, allow_pickle=True)",
+        "AutoModel.from_pretrained(name)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "arguments = {'trust_remote_code': True}",
+        "dist.all_gather_object(values, value)",
+    ],
+)
+def test_what_runs_code_would_be_seen(line: str) -> None:
+    assert len(list(faults("trainer/x.py", ast.parse(line)))) == 1
+
+
+def test_s5_s14_no_script_evaluates_data_or_ends_by_name() -> None:
+    for path in [path for folder in ("launch", "tools") for path in (ROOT / folder).glob("*.s[hb]*")]:
+        text = path.read_text()
+        found = re.search(r"\beval\b|\bpkill\b|\bkillall\b|StrictHostKeyChecking|\bcurl\b.*\|\s*(ba)?sh", text)
+        assert not found, (path, found)
+
+
+def test_s14_nothing_is_ended_by_name_and_host_keys_are_checked() -> None:
+    for path in SOURCES:
+        text = (ROOT / path).read_text("utf-8")
+        code = "\n".join(line for line in text.splitlines() if not line.strip().startswith("#"))
+        assert not re.search(r"[\"'](pkill|killall)\b|StrictHostKeyChecking|UserKnownHostsFile|ssh-keygen", code), path
+
+
+def test_s15_floors_are_above_known_faults() -> None:
+    """torch: CVE-2025-32434 and CVE-2026-24747, by which weights_only ran code, are mended in 2.10."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    floors = {}
+    for line in wanted:
+        name, floor = re.match(r"([\w-]+)>=([\d.]+)", line).groups()  # type: ignore[union-attr]
+        floors[name] = tuple(map(int, floor.split(".")))
+    assert floors["torch"] >= (2, 10) and floors["transformers"] >= (5,) and floors["safetensors"] >= (0, 6)
+
+
+def pinned(file: str) -> dict[str, str]:
+    """Name -> version."""
+    lines = re.findall(r"^([\w.-]+)==([^\s\\]+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
+
+
+def test_s15_every_locked_release_has_hashes_and_is_the_one_installed() -> None:
+    locked, hashed = pinned("requirements.lock"), pinned("requirements.hashes")
+    assert hashed == {name: version for name, version in locked.items() if name != "torch"}
+    releases = re.split(r"^(?=[\w.-]+==)", (ROOT / "requirements.hashes").read_text(), flags=re.MULTILINE)[1:]
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", release) for release in releases)
+    installed = {name: importlib.metadata.version(name).partition("+")[0] for name in locked}
+    assert installed == locked
