@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.config.sections import Optim
 from trainer.errors import Refused, Stopped
+from trainer.untouched import exact_buffers, without_frozen
 from trainer.world import World
 
 
@@ -33,23 +34,26 @@ class ZeroEngine:
     """Takes from the device what only an update reads, and what is zero until then, while parameters are gathered."""
 
     def __init__(self, module: nn.Module, optim: Optim, deepspeed_config: dict[str, Any], world: World) -> None:
-        self._deepspeed = deepspeed = _deepspeed(world)
+        self._deepspeed = deepspeed = join(world)
         self.world = world
         self.stage: int = deepspeed_config.get("zero_optimization", {}).get("stage", 0)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        offload = (
-            deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
-        )
-        module.register_state_dict_post_hook(_without_frozen(module))
-        with _exact_buffers(module, world.device):
+        offload = deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {})
+        self._offloads = offloads = offload.get("device", "none") != "none"
+        module.register_state_dict_post_hook(without_frozen(module))
+        with exact_buffers(module, world.device):
             self._engine, *_ = deepspeed.initialize(
-                model=module, optimizer=_optimizer(deepspeed, trained, optim, offload=offload), config=deepspeed_config
+                model=module, optimizer=_optimizer(deepspeed, trained, optim, offload=offloads), config=deepspeed_config
             )
         self.module: nn.Module = self._engine.module
-        if self.stage == 0 and hasattr(self._engine.optimizer, "optimizer"):
+        wrapper = self._engine.optimizer
+        # What DeepSpeed makes of stage 1 in bf16, with names of its own.
+        self._is_bf16_optimizer = isinstance(wrapper, deepspeed.runtime.bf16_optimizer.BF16_Optimizer)
+        self._inner: torch.optim.Optimizer = wrapper.optimizer if hasattr(wrapper, "optimizer") else wrapper
+        if self.stage == 0 and self._inner is not wrapper:
             # In bf16 DeepSpeed has taken a step on zeros to allocate the state. Adam's bias correction counts it: the
             # first update would be 0.74 of what it should be.
-            self._engine.optimizer.optimizer.state.clear()
+            self._inner.state.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Forward through the engine, so that its hooks run."""
@@ -101,10 +105,8 @@ class ZeroEngine:
         return float(self.world.all_reduce_sum([float(square)])[0] ** 0.5)
 
     def _gradient_shards(self) -> Sequence[Tensor]:
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
         optimizer = self._engine.optimizer
-        if isinstance(optimizer, BF16_Optimizer):  # what DeepSpeed makes of stage 1 in bf16
+        if self._is_bf16_optimizer:
             return optimizer.fp32_groups_gradient_flat_partition
         if self.stage == 0:
             gradients = [
@@ -145,6 +147,46 @@ class ZeroEngine:
             optimizer.clip_grad = clip
         return path is not None
 
+    def trained(self) -> dict[str, Any]:
+        """Parameters by name, in the optimizer's order."""
+        return {name: one for name, one in self.module.named_parameters() if one.requires_grad}
+
+    @torch.no_grad()
+    def put(self, whole: Callable[[str], tuple[Tensor, dict[str, Tensor], float]]) -> None:
+        """A saved state, however it was cut up, into an engine between two steps. A collective.
+
+        ``whole(name)``: of a trained parameter, flat, the fp32 weight and the moments; and the optimizer's steps.
+        """
+        optimizer = self._engine.optimizer
+        trained = self.trained()
+        masters = self._masters()
+        self._inner.state.clear()
+        _, moments, steps = whole(next(iter(trained)))
+        for master in masters if moments else ():
+            self._inner.state[master] = {key: torch.zeros_like(master) for key in moments} | {
+                # torch's Adam counts in a tensor, the CPU Adam of an offload in a number.
+                "step": int(steps) if self._offloads else torch.tensor(steps, device=master.device)
+            }
+        if self.stage in (1, 2):
+            optimizer._hp_optimizer_states_linked = False  # parameters know the moments of before, or none
+            optimizer._lazy_init_hp_params_optimizer_state()
+        for index, (name, parameter) in enumerate(trained.items()):
+            weight, moments, _ = whole(name)
+            values: dict[str | None, Tensor] = {None: weight, **moments}
+            for key, value in values.items():
+                if self.stage == 0:
+                    kept = self._inner.state[masters[index]][key] if key else masters[index]
+                    kept.copy_(value.view_as(kept))
+                elif self.stage == 3:
+                    # Not set_full_hp_param: where the ranks do not divide a parameter it reads beyond the end.
+                    size = parameter.ds_tensor.numel()
+                    filled = nn.functional.pad(value, (0, self.world.size * size - value.numel()))
+                    optimizer.set_local_hp_param(filled[self.world.rank * size :][:size], parameter, key)
+                else:
+                    parameter.set_full_hp_param(value, key)
+            with self.whole([parameter], changed=True):
+                parameter.copy_(weight.view_as(parameter))
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Whole parameters on every rank and no ZeRO-3 module hooks: for decoding, where each rank runs on its own.
@@ -154,19 +196,26 @@ class ZeroEngine:
 
     def _for_updates(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of stages 1 to 3: this rank's master weights and moments, and the sums of gradients that are kept, all zeros,
-        between two updates. Each class of DeepSpeed's has them elsewhere."""
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-        optimizer = self._engine.optimizer
-        if isinstance(optimizer, BF16_Optimizer):
-            masters, sums = optimizer.fp32_groups_flat_partition, optimizer.fp32_groups_gradients_flat
+        between two updates."""
+        optimizer, sums = self._engine.optimizer, []
+        if self._is_bf16_optimizer:
+            sums = optimizer.fp32_groups_gradients_flat
         elif self.stage == 3:
-            masters, sums = optimizer.fp32_partitioned_groups_flat, [optimizer.grad_partitions_flat_buffer]
-        else:
-            masters, sums = optimizer.single_partition_of_fp32_groups, []
-        states = [one for state in optimizer.optimizer.state.values() for one in state.values()]
+            sums = [optimizer.grad_partitions_flat_buffer]
+        states = [one for state in self._inner.state.values() for one in state.values()]
         moments = [one for one in states if isinstance(one, Tensor) and one.dim()]  # a count of steps is a number
-        return [*masters, *moments], sums
+        return [*self._masters(), *moments], sums
+
+    def _masters(self) -> list[Tensor]:
+        """This rank's fp32 weights. Each class of DeepSpeed's has them elsewhere."""
+        optimizer = self._engine.optimizer
+        if self.stage == 0:
+            return optimizer.param_groups[0]["params"]
+        if self.stage == 3:
+            return optimizer.fp32_partitioned_groups_flat
+        if self._is_bf16_optimizer:
+            return optimizer.fp32_groups_flat_partition
+        return optimizer.single_partition_of_fp32_groups
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -188,51 +237,16 @@ class ZeroEngine:
                 offload.setup_zero_stage3_hooks()
 
     @contextmanager
-    def whole(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Whole ``parameters`` on every rank, to read them (export). A collective under ZeRO-3."""
+    def whole(self, parameters: Sequence[nn.Parameter], *, changed: bool = False) -> Iterator[None]:
+        """Whole ``parameters`` on every rank, to read them, or to change them alike. A collective under ZeRO-3."""
         if self.stage != 3:
             yield
             return
-        with self._deepspeed.zero.GatheredParameters(list(parameters)):
+        with self._deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if changed else None):
             yield
 
 
-class FrozenShards:
-    """A module that is not trained, in ZeRO-3 shards in CPU memory: a rank holds its part, and gathers each layer on
-    the device as the forward comes to it."""
-
-    def __init__(self, module: nn.Module, world: World) -> None:
-        self._deepspeed = deepspeed = _deepspeed(world)
-        config = {
-            "train_batch_size": world.size,
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": next(module.parameters()).dtype == torch.bfloat16},
-            "zero_optimization": {
-                "stage": 3,
-                "overlap_comm": False,
-                "stage3_max_reuse_distance": 0,  # a layer is let go of when it has been computed
-                "stage3_param_persistence_threshold": max(
-                    (one.numel() for one in module.parameters() if one.dim() == 1), default=0
-                ),  # norms and biases stay whole
-                "offload_param": {"device": "cpu", "pin_memory": world.device.type == "cuda"},
-            },
-            "steps_per_print": 10**9,
-        }
-        with _exact_buffers(module, world.device):
-            self._engine, *_ = deepspeed.initialize(model=module, config=config)
-        self._engine.eval()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """A collective: as many calls on every rank."""
-        return self._engine(*args, **kwargs)
-
-    def whole(self, parameter: Tensor) -> Tensor:
-        """A whole copy of one parameter, on the device. A collective."""
-        with self._deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
-
-
-def _deepspeed(world: World) -> Any:
+def join(world: World) -> Any:
     """The library, and this rank in its process group."""
     if world.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import; a card may be present and not wanted
@@ -248,36 +262,11 @@ def _deepspeed(world: World) -> Any:
     return deepspeed
 
 
-@contextmanager
-def _exact_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """fp32 buffers stay what they are. In bf16 an engine casts the whole module, and rotary frequencies rounded to 8
-    bits turn long prompts into noise."""
-    exact = {name: buffer for name, buffer in module.named_buffers() if buffer.dtype == torch.float32}
-    yield
-    for name, buffer in exact.items():
-        owner, _, leaf = name.rpartition(".")
-        module.get_submodule(owner).register_buffer(leaf, buffer.to(device), persistent=False)
-
-
-def _without_frozen(module: nn.Module) -> Callable[..., None]:
-    """A hook on state_dict. DeepSpeed leaves a frozen weight out of a checkpoint by its first name alone: a tied head
-    has further ones, and the scales of 4-bit weights are no parameters at all."""
-    named = module.named_parameters(remove_duplicate=False)
-    kept = {name for name, one in named if one.requires_grad} | {name for name, _ in module.named_buffers()}
-
-    def drop(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
-        for name in set(state) - kept:
-            del state[name]
-
-    return drop
-
-
 def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, offload: bool) -> torch.optim.Optimizer:
+    adam: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
     if offload:
         try:
-            return deepspeed.ops.adam.DeepSpeedCPUAdam(
-                trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, adamw_mode=True
-            )
+            return deepspeed.ops.adam.DeepSpeedCPUAdam(trained, **adam, adamw_mode=True)
         except Exception as error:  # ninja, the compiler and the loader each raise their own
             reason = " ".join(str(error).split())[-300:]
             raise Refused(
@@ -290,7 +279,5 @@ def _optimizer(deepspeed: Any, trained: list[nn.Parameter], optim: Optim, *, off
     if optim.name == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
-    return torch.optim.AdamW(
-        trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-    )
+        return AdamW8bit(trained, **adam)
+    return torch.optim.AdamW(trained, **adam, fused=True)

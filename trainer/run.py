@@ -20,7 +20,6 @@ from trainer.launcher.hosts import read_hostfile
 from trainer.models.skeleton import is_here
 from trainer.out_of_memory import heard_of, ran_out
 from trainer.output import Output
-from trainer.preflight.facts import stage_of
 from trainer.preflight.prepare import check, checked_of, load_models, start_engine
 from trainer.preflight.report import page, record
 from trainer.preflight.shared_dir import check_shared
@@ -109,15 +108,13 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
         checked.notes.append(
             f"--resume {wanted.asked}: {config.run.dir} has no checkpoint yet; this run starts at step 0"
         )
-    if found:
-        together(world, lambda: resume.check_world(found, world.size, stage_of(checked.deepspeed)))
     models = together(world, lambda: load_models(checked, world))
     if found:
         checked.notes.extend(together(world, lambda: resume.check_run(found, models.facts, wanted.allowed)))
     state = together(world, lambda: start_engine(checked, models, world))
     output = Output(state)
     if found:
-        progress = together(world, lambda: resume.restore(found.path, state.engine, world))
+        progress = together(world, lambda: resume.restore(found.path, state.engine, world, state.facts))
         with resume.as_written(found.path / PROGRESS):
             state.restore(progress)
             output.restore(progress["output"], goes_on=goes_on)
@@ -134,7 +131,7 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
     together(world, lambda: output.begin(goes_on=goes_on))
     if goes_on and world.is_main:
         checkpoints.store.tidy(state.step)
-    state.rewards.ledger = Ledger(output.path, world.rank, state.step)
+    state.rewards.ledger = Ledger(output.path, world.rank, ranks=world.size)
     begun.append(Run(state, output, checkpoints))
     interrupts.defer()
     train(state, output, checkpoints)
@@ -146,7 +143,7 @@ def _found(config: RunConfig, world: World, wanted: Resume) -> tuple[Found | Non
     found, goes_on, error = None, False, None
     if world.is_main and wanted.asked:
         try:
-            found, goes_on = resume.locate(wanted.asked, Path(config.run.dir))
+            found, goes_on = resume.locate(wanted.asked, Path(config.run.dir), config.checkpoint.verify)
         except RunEnd as end:
             error = (type(end), str(end))
     found, goes_on, error = world.gather_objects((found, goes_on, error))[0]

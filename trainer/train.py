@@ -175,7 +175,7 @@ def roll_back(state: State, output: Output, checkpoints: Checkpoints, alarms: Se
     good = checkpoints.go_back()
     state.boundary = None  # until everything is put back there is nothing whole to save
     together(world, lambda: output.go_back(step_of(good), alarms[0], rollbacks) if world.is_main else None)
-    progress = together(world, lambda: resume.restore(good, state.engine, world))
+    progress = together(world, lambda: resume.restore(good, state.engine, world, state.facts))
     state.restore(progress)
     state.rollbacks = rollbacks
     state.best = checkpoints.still_best(state.best)

@@ -111,9 +111,8 @@ def resumed(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     state, _ = begin(folder, cell, world)
     found = resume.find("auto", Path(state.config.run.dir))
     assert found is not None
-    resume.check_world(found, world.size, cell["stage"])
     resume.check_run(found, state.facts, ())
-    progress = resume.restore(found.path, state.engine, world)
+    progress = resume.restore(found.path, state.engine, world, state.facts)
     if cell.get("without") == "random states":
         import random
 

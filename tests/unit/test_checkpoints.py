@@ -3,18 +3,21 @@
 import json
 import os
 import pickle
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_qwen2
-from trainer.checkpoint import manifest, resume
+from trainer.checkpoint import manifest, random_states, resume
 from trainer.checkpoint.manifest import Facts, Manifest
+from trainer.checkpoint.shards import Shards
 from trainer.checkpoint.store import Found, Store
 from trainer.errors import NoCheckpoint, Refused
 from trainer.models.fingerprint import fingerprint
@@ -83,6 +86,34 @@ def test_damage_to_a_file_is_found_and_named(tmp_path: Path, name: str, damage: 
     with pytest.raises(NoCheckpoint, match=said) as refusal:
         manifest.verify(folder)
     assert str(folder / name) in str(refusal.value)
+
+
+def test_sizes_alone_pass_a_flipped_bit_and_nothing_else(tmp_path: Path) -> None:
+    """What ``checkpoint.verify = "size"`` gives up is the hashes."""
+    folder = checkpoint(tmp_path, 7)
+    flip_a_bit(folder / "deepspeed/states.pt")
+    assert manifest.verify(folder, "size").step == 7
+    for asked in ("auto", str(folder)):
+        assert resume.find(asked, tmp_path, "size") is not None
+        with pytest.raises(NoCheckpoint, match="damaged"):
+            resume.find(asked, tmp_path)
+    truncate(folder / "progress.json")
+    with pytest.raises(NoCheckpoint, match="bytes, saved were"):
+        manifest.verify(folder, "size")
+
+
+@pytest.mark.parametrize("check", ["full", "size"])
+def test_k4_pickles_are_looked_into_whatever_is_checked(tmp_path: Path, check: manifest.Check) -> None:
+    store = Store(tmp_path)
+    folder = store.begin(7, "run")
+    torch.save({"more": Runs(tmp_path / "canary")}, folder / "states.pt")
+    manifest.write(folder, Manifest(7, "run", FACTS, {"states.pt": manifest.measured(folder, "states.pt")}))
+    with pytest.raises(NoCheckpoint, match=r"its pickle names posix\.mkdir"):
+        manifest.verify(store.commit(folder, 7), check)
+    with pytest.raises(NoCheckpoint, match="not the files of ZeRO stage 0"):
+        (tmp_path / "checkpoints/step-000007/states.pt").rename(tmp_path / "mp_rank_00_model_states.pt")
+        Shards(tmp_path, stage=0, ranks=1, names=["weight"])
+    assert not (tmp_path / "canary").exists()
 
 
 def test_a_file_that_was_added_is_found(tmp_path: Path) -> None:
@@ -320,12 +351,28 @@ def found_with(facts: Facts) -> Found:
     return Found(Path("ck"), Manifest(3, "run", facts, {}), [])
 
 
-def test_b69_another_world_or_stage_is_refused_with_both_numbers_and_the_way_out() -> None:
-    resume.check_world(found_with(FACTS), 2, 2)
-    with pytest.raises(NoCheckpoint, match=r"ranks 2, this run has ranks 1[\s\S]*zero-grpo export"):
-        resume.check_world(found_with(FACTS), 1, 2)
-    with pytest.raises(NoCheckpoint, match="ZeRO stage 2, this run has ZeRO stage 3"):
-        resume.check_world(found_with(FACTS), 2, 3)
+def test_b69_another_world_or_stage_is_said_with_both_numbers() -> None:
+    """And what is not the same there."""
+    moved = replace(FACTS, world_size=4, zero_stage=3)
+    notes = resume.check_run(found_with(FACTS), moved, ())
+    assert notes[1:3] == ["resumed in ZeRO stage 3, saved in stage 2", "resumed on 4 rank(s), saved with 2"]
+    assert "generators of ranks from 2 on begin anew" in notes[3]
+    assert resume.check_run(found_with(moved), FACTS, ())[2:] == ["resumed on 2 rank(s), saved with 4"]
+
+
+@pytest.mark.parametrize("change", [{"world_size": 1}, {"zero_stage": 1}, {"sources": {"engine.deepspeed": "other"}}])
+def test_b69_8_bit_moments_stay_where_they_are(change: dict[str, Any]) -> None:
+    facts = replace(FACTS, config={"optim": {"name": "adamw8bit"}}, sources={"engine.deepspeed": "one"})
+    with pytest.raises(Refused, match=r"adamw8bit[\s\S]*2 rank\(s\), ZeRO stage 2[\s\S]*Fix: the same ranks"):
+        resume.check_run(found_with(facts), replace(facts, **change), ("engine.deepspeed",))
+
+
+def test_a_rank_that_was_not_saved_draws_other_numbers_but_always_the_same() -> None:
+    drawn = []
+    for step, rank in ((3, 1), (3, 1), (3, 2), (4, 1)):
+        random_states.seed_anew(7, step=step, rank=rank)
+        drawn.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1] and len(set(drawn)) == 3
 
 
 def test_free_settings_change_without_a_word() -> None:

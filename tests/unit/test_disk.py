@@ -11,7 +11,8 @@ from tests.tiny import TINY
 from tests.tiny_run import run_config, start, step, write_run
 from trainer.checkpoint.export import write_weights
 from trainer.errors import Refused
-from trainer.preflight.disk import Parameters, checkpoint_bytes, room_for_checkpoints
+from trainer.plan.on_disk import Parameters, checkpoint_bytes
+from trainer.preflight.disk import room_for_checkpoints
 from trainer.world import World
 
 

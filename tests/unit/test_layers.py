@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).parents[2] / "trainer"
 
 FLOORS = (
     ("errors", "batch", "quiet"),
-    ("config", "world", "algorithm", "record", "interrupts", "launcher", "arguments"),
+    ("config", "world", "algorithm", "record", "interrupts", "launcher", "arguments", "untouched"),
     ("data", "models", "engine", "balance", "plan", "report"),
-    ("rewards", "rollout", "checkpoint", "minibatch", "watch", "data_tools"),
+    ("rewards", "rollout", "checkpoint", "minibatch", "watch", "data_tools", "frozen_shards"),
     ("state", "evaluate", "measure"),
     ("collect", "update", "output"),
     ("preflight", "train"),

@@ -487,14 +487,14 @@ def test_f24_what_was_paid_for_is_not_asked_again(tmp_path: Path, as_services: N
         rewards, scored = runtime(tmp_path, PAID, retries=0), rows(level=1)
         if len(expected) == 1:
             rewards._functions[0].function.__globals__["asked"].extend("xxxx")
-        rewards.ledger = Ledger(tmp_path, 0, 3)
+        rewards.ledger = Ledger(tmp_path, 0, ranks=1)
         result = rewards.score(scored, 3)
         assert [one for one in module_of(rewards)["asked"] if one != "x"] == expected
         found.append(([c.reward for c in scored[:3]], result.columns, result.metrics["length"]))
     assert found[0][:2] == found[1][:2]
     assert found[0][0] == [0.0, None, 2 / 7] and found[0][1] == {"odd": [None, None, "2", None]}
     rewards, scored = runtime(tmp_path, PAID), rows(level=1)
-    rewards.ledger = Ledger(tmp_path, 0, 3)
+    rewards.ledger = Ledger(tmp_path, 0, ranks=1)
     assert rewards.score(scored, 3).metrics["length"] == found[1][2]  # bit for bit, from the file
     assert scored[3].reward == 3 / 7 and module_of(rewards)["asked"] == []
 
@@ -527,7 +527,7 @@ def test_the_settings_that_make_a_score_are_part_of_the_question(tmp_path: Path)
 
 
 def test_the_ledger_forgets_what_a_checkpoint_holds_and_outlives_a_torn_line(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 1, 0)
+    ledger = Ledger(tmp_path, 1, ranks=2)
     assert not (tmp_path / "paid").exists()
     for step in range(3):
         ledger.keep(f"key {step}", step, calls.Scores([step / 3]))
@@ -537,10 +537,23 @@ def test_the_ledger_forgets_what_a_checkpoint_holds_and_outlives_a_torn_line(tmp
     file = tmp_path / "paid" / "rank-00001.jsonl"
     with file.open("a") as torn:
         torn.write('{"step": 9, "key": "to')
-    again = Ledger(tmp_path, 1, 2)
+    again = Ledger(tmp_path, 1, ranks=2)
     again.keep("key 4", 4, calls.Scores([4.0]))
-    last = Ledger(tmp_path, 1, 2)
+    last = Ledger(tmp_path, 1, ranks=2)
     values = [last.known(f"key {step}") for step in range(5)]
-    assert [known.values if known else "" for known in values] == ["", "", [2 / 3], [None], [4.0]]
+    assert [known.values if known else "" for known in values] == ["", [1 / 3], [2 / 3], [None], [4.0]]
     last.forget_before(9)
     assert not file.exists()
+
+
+def test_the_ledgers_of_all_ranks_are_known_on_any_number_of_them(tmp_path: Path) -> None:
+    for rank in range(3):
+        Ledger(tmp_path, rank, ranks=3).keep(f"key {rank}", 4, calls.Scores([float(rank)]))
+    fewer = [Ledger(tmp_path, rank, ranks=2) for rank in range(2)]
+    more = Ledger(tmp_path, 3, ranks=4)
+    for ledger in (*fewer, more):
+        found = [ledger.known(f"key {rank}") for rank in range(3)]
+        assert [one and one.values for one in found] == [[0.0], [1.0], [2.0]]
+    fewer[0].forget_before(4)  # a checkpoint without that step: nothing is lost
+    assert [file.name for file in sorted((tmp_path / "paid").iterdir())] == ["rank-00000.jsonl", "rank-00001.jsonl"]
+    assert Ledger(tmp_path, 0, ranks=1).known("key 2") is not None

@@ -10,12 +10,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from trainer.errors import NoCheckpoint
+
+Check = Literal["full", "size"]
+"""``checkpoint.verify``."""
 
 NAME = "MANIFEST.json"
 FORMAT = 3
@@ -115,18 +118,19 @@ def read(folder: Path) -> Manifest:
         raise NoCheckpoint(f"{path}: {where}: {first['msg']}: not what this version writes") from error
 
 
-def verify(folder: Path) -> Manifest:
+def verify(folder: Path, check: Check = "full") -> Manifest:
     """The manifest of a checkpoint whose every file is as it was saved. Raises NoCheckpoint naming file and difference.
 
-    Reads all of it, at the speed of the disk (SHA-256 takes 1.7 GiB/s on one core).
+    "full" reads all of it, at the speed of the disk (SHA-256 takes 1.7 GiB/s on one core); "size" only what the pickles
+    name.
     """
     try:
-        return _verified(folder)
+        return _verified(folder, check)
     except OSError as error:
         raise NoCheckpoint(f"{error.filename or folder}: cannot be read ({error.strerror})") from error
 
 
-def _verified(folder: Path) -> Manifest:
+def _verified(folder: Path, check: Check) -> Manifest:
     manifest, present = read(folder), set(listed(folder))
     for name, (size, sha256) in manifest.files.items():
         path = folder / name
@@ -134,7 +138,7 @@ def _verified(folder: Path) -> Manifest:
             raise NoCheckpoint(f"{path}: missing")
         if (found := path.stat().st_size) != size:
             raise NoCheckpoint(f"{path}: {found} bytes, saved were {size}")
-        if (hashed := file_sha256(path)) != sha256:
+        if check == "full" and (hashed := file_sha256(path)) != sha256:
             raise NoCheckpoint(f"{path}: sha256 {hashed[:12]}…, saved was {sha256[:12]}…: damaged")
     for name in sorted(present):
         if name not in manifest.files:

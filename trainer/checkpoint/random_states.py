@@ -2,6 +2,7 @@
 may."""
 
 import base64
+import hashlib
 import random
 from typing import Any
 
@@ -14,6 +15,12 @@ def seed(number: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
+
+
+def seed_anew(number: int, *, step: int, rank: int) -> None:
+    """Of a rank that a checkpoint holds nothing of; the same whenever the run goes on from there."""
+    digest = hashlib.sha256(f"{number} {step} {rank}".encode()).digest()
+    seed(int.from_bytes(digest[:7]))
 
 
 def capture(device: torch.device) -> dict[str, Any]:

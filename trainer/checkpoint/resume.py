@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import manifest, random_states
-from trainer.checkpoint.manifest import Facts
+from trainer.checkpoint.manifest import Check, Facts
 from trainer.checkpoint.save import PROGRESS, random_file
+from trainer.checkpoint.shards import Shards
 from trainer.checkpoint.store import Found, Store, step_of
 from trainer.engine import ZeroEngine
 from trainer.errors import NoCheckpoint, Refused
@@ -19,35 +20,35 @@ FREE = ("run.steps", "run.epochs", "run.dir", "log.", "eval.", "checkpoint.", "w
 """Settings that a resumed run may change. The length of a run enters an update by the schedules that end with it."""
 
 
-def find(asked: str, run_dir: Path) -> Found | None:
+def find(asked: str, run_dir: Path, check: Check = "full") -> Found | None:
     """The checkpoint that ``--resume ASKED`` means, verified. None: "auto", and this run has committed none yet.
 
     A path is a checkpoint, or a run directory, of which the newest valid one is taken. NoCheckpoint where what was
     asked for cannot be used.
     """
     if asked == "auto":
-        return Store(run_dir).newest()
+        return Store(run_dir, check).newest()
     folder = Path(asked)
     if (folder / manifest.NAME).exists() or not (folder / "checkpoints").is_dir():
         try:
-            return Found(folder, manifest.verify(folder), [])
+            return Found(folder, manifest.verify(folder, check), [])
         except NoCheckpoint as damaged:
             raise NoCheckpoint(
                 f"--resume {asked}: {damaged}.\nFix: name another checkpoint, or take --resume auto, which finds the "
                 "newest valid one of run.dir."
             ) from damaged
-    found = Store(folder).newest()
+    found = Store(folder, check).newest()
     if found is None:
         raise NoCheckpoint(f"--resume {asked}: no checkpoint was committed there yet (looked for checkpoints/step-*).")
     return found
 
 
-def locate(asked: str, run_dir: Path) -> tuple[Found | None, bool]:
+def locate(asked: str, run_dir: Path, check: Check = "full") -> tuple[Found | None, bool]:
     """``find``, and whether the run goes on in the directory where it was. Changes nothing there.
 
     Refused where newer valid checkpoints would be mixed with what follows, or where run.dir holds another run.
     """
-    found = find(asked, run_dir)
+    found = find(asked, run_dir, check)
     directory, store = RunDirectory(run_dir), Store(run_dir)
     if found is None:
         if result := directory.result():
@@ -63,25 +64,13 @@ def locate(asked: str, run_dir: Path) -> tuple[Found | None, bool]:
         return found, False
     directory.check_writable()
     for folder in store.folders():
-        if step_of(folder) > found.manifest.step and _is_valid(folder):
+        if step_of(folder) > found.manifest.step and _is_valid(folder, check):
             raise Refused(
                 f"--resume {asked}: run.dir = {run_dir} has a newer checkpoint, {folder.name}. Going on from an "
                 "older one would mix two runs in one directory. Fix: a new run.dir (--run.dir runs/other) for the run "
                 "that goes on from here, or --resume auto."
             )
     return found, True
-
-
-def check_world(found: Found, world_size: int, zero_stage: int) -> None:
-    """NoCheckpoint where DeepSpeed's shards are of another number of ranks, or of another stage."""
-    saved = found.manifest.facts
-    for what, was, now in (("ranks", saved.world_size, world_size), ("ZeRO stage", saved.zero_stage, zero_stage)):
-        if was != now:
-            raise NoCheckpoint(
-                f"{found.path} was saved with {what} {was}, this run has {what} {now}, and the optimizer's shards fit "
-                f"the former only. Fix: start with {what} {was}; or begin a new run from its weights: `zero-grpo "
-                "export`, then lora.start_adapter or model.name_or_path."
-            )
 
 
 def differences(saved: Facts, now: Facts) -> dict[str, str]:
@@ -126,6 +115,28 @@ def check_run(found: Found, now: Facts, allowed: Collection[str]) -> list[str]:
     if changed:
         notes.append(f"saved by other versions ({', '.join(changed)}): the resumed steps may differ in the last bits")
     _check_trained(found, now)
+    return notes + _moved(found, now)
+
+
+def _moved(found: Found, now: Facts) -> list[str]:
+    """Notes on what lies elsewhere now. Refused where it cannot: blocks of 8-bit moments end with a rank's part."""
+    saved = found.manifest.facts
+    if _layout(saved) != _layout(now) and now.config.get("optim", {}).get("name") == "adamw8bit":
+        raise Refused(
+            f'--resume: optim.name = "adamw8bit": its moments lie in blocks as {found.path} was saved: '
+            f"{saved.world_size} rank(s), ZeRO stage {saved.zero_stage}, {saved.dtype}; this run has "
+            f"{now.world_size}, {now.zero_stage}, {now.dtype}. Fix: the same ranks, engine.deepspeed and model.dtype."
+        )
+    notes = []
+    if saved.zero_stage != now.zero_stage:
+        notes.append(f"resumed in ZeRO stage {now.zero_stage}, saved in stage {saved.zero_stage}")
+    if saved.world_size != now.world_size:
+        notes.append(f"resumed on {now.world_size} rank(s), saved with {saved.world_size}")
+    if saved.world_size < now.world_size:
+        notes.append(
+            f"the random generators of ranks from {saved.world_size} on begin anew, by run.seed, step and rank; "
+            "samples do not depend on them, reward functions may"
+        )
     return notes
 
 
@@ -143,14 +154,25 @@ def _check_trained(found: Found, now: Facts) -> None:
         )
 
 
-def restore(folder: Path, engine: ZeroEngine, world: World) -> dict[str, Any]:
+def restore(folder: Path, engine: ZeroEngine, world: World, now: Facts) -> dict[str, Any]:
     """Weights, optimizer and random generators of every rank, from a verified checkpoint. Returns what ``save`` was
-    given as ``progress``."""
-    if not engine.load(folder / "deepspeed"):
-        raise NoCheckpoint(f"{folder}: DeepSpeed found nothing to load in deepspeed/. Fix: another checkpoint.")
-    file = folder / random_file(world.rank)
-    with as_written(file):
-        random_states.restore(_read_json(file), world.device)
+    given as ``progress``. A collective."""
+    found = manifest.read(folder)
+    saved = found.facts
+    if _layout(saved) == _layout(now):
+        if not engine.load(folder / "deepspeed"):
+            raise NoCheckpoint(f"{folder}: DeepSpeed found nothing to load in deepspeed/. Fix: another checkpoint.")
+    else:
+        shards = Shards(
+            folder / "deepspeed", stage=saved.zero_stage, ranks=saved.world_size, names=list(engine.trained())
+        )
+        engine.put(shards.whole)
+    if world.rank < saved.world_size:
+        file = folder / random_file(world.rank)
+        with as_written(file):
+            random_states.restore(_read_json(file), world.device)
+    else:
+        random_states.seed_anew(now.config["run"]["seed"], step=found.step, rank=world.rank)
     with as_written(folder / PROGRESS):
         return _read_json(folder / PROGRESS)
 
@@ -167,6 +189,11 @@ def as_written(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _layout(facts: Facts) -> tuple[object, ...]:
+    """What DeepSpeed's own loading wants unchanged."""
+    return facts.world_size, facts.zero_stage, facts.dtype, facts.sources.get("engine.deepspeed")
+
+
 def _stretched(config: dict[str, Any]) -> list[str]:
     """Schedules that another number of steps changes from here on."""
     schedules = {
@@ -179,9 +206,9 @@ def _stretched(config: dict[str, Any]) -> list[str]:
     return [f"[run] differs, and {' and '.join(ending)} follow the number of steps: they go on from another value"]
 
 
-def _is_valid(folder: Path) -> bool:
+def _is_valid(folder: Path, check: Check) -> bool:
     try:
-        manifest.verify(folder)
+        manifest.verify(folder, check)
     except NoCheckpoint:
         return False
     return True

@@ -120,7 +120,7 @@ class Checkpoints:
 
         def check_and_remove() -> None:
             try:
-                manifest.verify(good)
+                manifest.verify(good, self.config.checkpoint.verify)
             except NoCheckpoint as damaged:
                 raise Stopped(f"the run cannot go back: {damaged}.") from damaged
             self.store.remove_after(step_of(good))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.manifest import Check, Manifest
 from trainer.errors import NoCheckpoint
 
 STEP = re.compile(r"step-(\d{6,})")
@@ -28,8 +28,9 @@ class Found:
 class Store:
     """``RUN_DIR/checkpoints``."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "checkpoints"
+    def __init__(self, run_dir: Path, check: Check = "full") -> None:
+        """``check``: how ``newest`` verifies."""
+        self.path, self.check = run_dir / "checkpoints", check
 
     def folders(self) -> list[Path]:
         """Every committed checkpoint, the newest first, valid or not. ``latest`` is not asked: it may lag or lie."""
@@ -45,7 +46,7 @@ class Store:
         skipped: list[str] = []
         for folder in self.folders():
             try:
-                found = manifest.verify(folder)
+                found = manifest.verify(folder, self.check)
             except NoCheckpoint as damaged:
                 skipped.append(str(damaged))
                 continue

@@ -231,6 +231,13 @@ class Checkpoint(Section):
         ge=1,
         description="Checkpoints to keep, the newest ones. The one resumed from and the best one stay besides.",
     )
+    verify: Literal["full", "size"] = Field(
+        default="full",
+        description=(
+            "What is checked of a checkpoint's files before one is loaded. full: the SHA-256 of each; size: its size"
+            " alone, where reading all of it takes too long. What pickles name is checked always."
+        ),
+    )
 
 
 class Eval(Section):

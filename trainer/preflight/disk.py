@@ -7,17 +7,6 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.errors import Refused
-from trainer.plan.state import MOMENTS
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Of the policy."""
-
-    total: int
-    trained: int
-    itemsize: int
-    """Bytes of one in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +32,6 @@ class Disk:
             "needed_bytes": self.needed,
             "free_bytes": self.free,
         }
-
-
-def checkpoint_bytes(parameters: Parameters, *, stage: int, optimizer: str) -> int:
-    """Of all ranks' shards and the exported weights together.
-
-    Of each trained parameter the fp32 master copy (plain stage 0 in fp32 has none) and Adam's moments; its value in the
-    compute dtype, which stage 3 does not save a second time; and again in adapter/ or model/.
-    """
-    master = 0 if stage == 0 and parameters.itemsize == 4 else 4
-    values = parameters.itemsize * (1 if stage == 3 else 2)
-    return int(parameters.trained * (master + MOMENTS[optimizer] + values))
 
 
 def room_for_checkpoints(config: RunConfig, one: int) -> tuple[Disk, str]:

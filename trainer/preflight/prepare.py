@@ -14,7 +14,8 @@ from trainer.config import RunConfig
 from trainer.config.grpo import Rollout
 from trainer.data.prompts import PromptSets
 from trainer.data.stops import StopIds, stop_ids
-from trainer.engine import FrozenShards, ZeroEngine
+from trainer.engine import ZeroEngine
+from trainer.frozen_shards import FrozenShards
 from trainer.launcher import say
 from trainer.models.head import peak_bytes, whole_bytes
 from trainer.models.policy import Policy, load_policy

@@ -1,5 +1,4 @@
-"""All that can be found wrong with a run before its weights are read, in one list. What needs something that is itself
-missing is left out, and named."""
+"""All that can be found wrong before weights are read, in one list; what needs a thing that is missing is named."""
 
 import math
 from collections.abc import Callable
@@ -25,8 +24,9 @@ from trainer.models.policy import (
 )
 from trainer.models.rope import Window, window
 from trainer.models.vocabulary import check_embedding_rows, start_adapter_base
+from trainer.plan.on_disk import Parameters, checkpoint_bytes
 from trainer.preflight.batch import Batch, batch_of
-from trainer.preflight.disk import Disk, Parameters, checkpoint_bytes, room_for_checkpoints
+from trainer.preflight.disk import Disk, room_for_checkpoints
 from trainer.preflight.facts import stage_of
 from trainer.preflight.memory import Planned, may_share, most_tokens, plan_here
 from trainer.preflight.networks import networks_of

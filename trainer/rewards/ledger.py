@@ -16,13 +16,15 @@ from trainer.rewards.answers import Scores
 class Ledger:
     """RUN_DIR/paid/rank-00000.jsonl: one line a score, written when it comes."""
 
-    def __init__(self, run_dir: Path, rank: int, step: int) -> None:
-        """``step``: rollout steps done; what was paid for before them is of no use any more."""
+    def __init__(self, run_dir: Path, rank: int, *, ranks: int) -> None:
+        """``ranks``: of this run. With as many as before or not, what any of them paid for is known: a prompt may be
+        another rank's now."""
         self.file = run_dir / "paid" / f"rank-{rank:05d}.jsonl"
         self._open: TextIO | None = None
-        self._entries: dict[str, dict[str, Any]] = {entry["key"]: entry for entry in read_lines(self.file)}
-        if self.file.exists():
-            self.forget_before(step)  # also the half of a line that a kill has left
+        files = sorted(self.file.parent.glob("rank-*.jsonl"))
+        self._entries: dict[str, dict[str, Any]] = {entry["key"]: entry for one in files for entry in read_lines(one)}
+        gone = [one for one in files if int(one.stem.removeprefix("rank-")) >= ranks]
+        self._of_lost_ranks = gone if rank == 0 else []
 
     @staticmethod
     def key(reward: str, settings: str, step: int, completion: Completion) -> str:
@@ -44,15 +46,16 @@ class Ledger:
         """``scores`` of one completion. With the kernel when this returns, so that a killed process loses nothing."""
         columns = {name: json_safe(values[0]) for name, values in scores.columns.items()}
         entry = {"step": step, "key": key, "value": scores.values[0], "metrics": scores.metrics, "columns": columns}
-        self._entries[key] = entry
         try:
             if self._open is None:
+                self._write()  # without the half of a line that a kill has left
                 self.file.parent.mkdir(exist_ok=True)
                 self._open = self.file.open("a", encoding="utf-8")
             self._open.write(json.dumps(entry) + "\n")
             self._open.flush()
         except OSError as error:
             raise self._cannot(error) from None
+        self._entries[key] = entry
 
     def flush(self) -> None:
         """On the disk, so that a machine that goes down loses nothing either."""
@@ -68,18 +71,24 @@ class Ledger:
         if self._open is not None:
             self._open.close()
             self._open = None
-        beside = self.file.with_suffix(".tmp")
         try:
-            if self._entries:
-                with beside.open("w", encoding="utf-8") as file:
-                    file.writelines(json.dumps(entry) + "\n" for entry in self._entries.values())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(beside, self.file)
-            else:
-                self.file.unlink(missing_ok=True)
+            self._write()
+            for file in self._of_lost_ranks:
+                file.unlink(missing_ok=True)
         except OSError as error:
             raise self._cannot(error) from None
+        self._of_lost_ranks = []
+
+    def _write(self) -> None:
+        if not self._entries:
+            self.file.unlink(missing_ok=True)
+            return
+        beside = self.file.with_suffix(".tmp")
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in self._entries.values())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self.file)
 
     def _cannot(self, error: OSError) -> Stopped:
         return Stopped(f"{self.file}: scores that were paid for cannot be written: {error.strerror}. Fix: make room.")

@@ -1,0 +1,110 @@
+"""What DeepSpeed's files of a checkpoint hold, by parameter and whole, whatever ranks and ZeRO stage have cut it up.
+
+DeepSpeed's universal checkpoints are for this, but need a conversion and as much disk again, and know no stage 0.
+"""
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.manifest import OWN_GLOBALS
+from trainer.errors import NoCheckpoint
+
+
+class _Inert:
+    """Takes the place of DeepSpeed's own classes: it holds what was pickled, and nothing of theirs runs."""
+
+    start: int
+    numel: int
+
+    def __init__(self, *_: Any) -> None: ...
+
+
+@dataclass
+class _Parts:
+    """Of one parameter: pieces in the order of its elements, of the weight ("") and of each moment."""
+
+    pieces: dict[str, list[Tensor]] = field(default_factory=dict)
+    steps: float = 0.0
+
+    def add(self, weight: Tensor, state: dict[str, Any], start: int, numel: int) -> None:
+        """``numel`` elements from ``start`` of flat tensors."""
+        moments = {key: value for key, value in state.items() if key != "step"}
+        self.steps = float(state.get("step", 0))
+        for key, value in {"": weight, **moments}.items():
+            self.pieces.setdefault(key, []).append(value.detach().reshape(-1).narrow(0, start, numel))
+
+
+class Shards:
+    """A checkpoint's master weights and optimizer state. The files are mapped, so that one parameter at a time is in
+    memory."""
+
+    def __init__(self, folder: Path, *, stage: int, ranks: int, names: Sequence[str]) -> None:
+        """``names``: of the trained parameters, in the optimizer's order. NoCheckpoint where the files are not what
+        DeepSpeed 0.19 writes."""
+        self._parts = {name: _Parts() for name in names}
+        try:
+            if stage == 0:
+                self._read_plain(_load(folder / "mp_rank_00_model_states.pt"))
+            for rank in range(ranks if stage else 0):
+                # In bf16 the name may begin with bf16_.
+                (file,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+                saved = _load(file)["optimizer_state_dict"]
+                if stage == 3:
+                    states = _load(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+                    self._read_stage_3(saved, states["param_shapes"], rank, ranks)
+                else:
+                    self._read_partition(saved)
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+            raise NoCheckpoint(
+                f"{folder}: not the files of ZeRO stage {stage} on {ranks} ranks that this version reads "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if missing := [name for name, parts in self._parts.items() if not parts.pieces]:
+            raise NoCheckpoint(f"{folder}: {len(missing)} trained weights are not in it (first: {missing[0]})")
+
+    def whole(self, name: str) -> tuple[Tensor, dict[str, Tensor], float]:
+        """The fp32 weight and the moments, flat, and the optimizer's steps."""
+        parts = self._parts[name]
+        moments = {key: torch.cat(pieces) for key, pieces in parts.pieces.items()}
+        return moments.pop(""), moments, parts.steps
+
+    def _read_plain(self, states: dict[str, Any]) -> None:
+        """Every rank holds all of it, and rank 0 has written it; in bf16 with copies in fp32."""
+        optimizer = states["optimizer"]
+        if copies := optimizer.get("fp32_groups"):
+            weights, state = dict(zip(self._parts, copies[0], strict=True)), optimizer["optimizer_state_dict"]["state"]
+        else:
+            weights, state = states["module"], optimizer["state"]
+        for index, (name, parts) in enumerate(self._parts.items()):
+            parts.add(weights[name], state.get(index, {}), 0, weights[name].numel())
+
+    def _read_partition(self, saved: dict[str, Any]) -> None:
+        """Stages 1 and 2: the parameters of a group one after another, cut into as many parts as there are ranks."""
+        state = saved["base_optimizer_state"]["state"]
+        groups = zip(saved["single_partition_of_fp32_groups"], saved["param_slice_mappings"], strict=True)
+        for index, (flat, mapping) in enumerate(groups):
+            for name, piece in mapping.items():
+                self._parts[name].add(flat, state.get(index, {}), piece.start, piece.numel)
+
+    def _read_stage_3(self, saved: dict[str, Any], shapes: list[dict[str, Any]], rank: int, ranks: int) -> None:
+        """Every parameter cut into as many parts as there are ranks, the last one filled up with zeros."""
+        state = saved["optimizer_state_dict"]["state"]
+        for index, (flat, group) in enumerate(zip(saved["fp32_flat_groups"], shapes, strict=True)):
+            offset = 0
+            for name, shape in group.items():
+                part = -(-shape.numel() // ranks)
+                numel = min(part, max(0, shape.numel() - rank * part))
+                self._parts[name].add(flat, state.get(index, {}), offset, numel)
+                offset += part
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([(_Inert, name) for name in OWN_GLOBALS]):
+        states: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return states
