@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
-from trainer import interrupts
+from trainer import heartbeat, interrupts
 from trainer.batch import Completion, Prompt
 from trainer.checkpoint import resume
 from trainer.checkpoint.export import export
@@ -57,6 +57,7 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     """
     config, world = state.config, state.world
     sums, clock = Sums(), Stopwatch()
+    heartbeat.enter("rollout", step=state.step + 1)
     set_kl_coefficient(state)
 
     # 1. G completions of each prompt, with the log-probs of their sampler.
@@ -67,10 +68,12 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     clock.lap("rollout")
 
     # 2. What they are worth. A row that could not be scored is unscored, not zero.
+    heartbeat.enter("reward")
     together(world, lambda: score(state, completions, sums))
     clock.lap("reward")
 
     # 3. Advantages within each group; then what the reference says of the tokens to train. N counts skipped ones, too.
+    heartbeat.enter("reference")
     trainable = trained(completions, config.grpo.mask_truncated)
     if kl_in_reward(state):
         charge_kl_to_rewards(state, trained(completions, mask_truncated=False), sums)
@@ -86,7 +89,9 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     if count == 0:
         state.notes.append(f"step {state.step + 1}: no completion to train on, on any rank; no update")
     for update in range(config.grpo.updates_per_rollout if count else 0):
+        heartbeat.enter("backward")
         for number, batch in enumerate(batches):
+            heartbeat.beat()
             if update == 0:  # until here no weight has moved
                 together(world, interrupts.check)
             loss_sum = micro_batch_loss(state, batch, sums, first=update == 0)
@@ -144,6 +149,7 @@ def train(state: State, output: Output, checkpoints: Checkpoints) -> None:
                 raise Stopped(f"{reason}\n{where_to_go_on(checkpoints)}")
             if asking := rolled_back_by(alarms, config.watch):
                 roll_back(state, output, checkpoints, asking)
+    heartbeat.enter("export")
     output.exported(export(state.policy, state.engine, state.world, output.path, config))
 
 
@@ -154,6 +160,7 @@ def save(state: State, output: Output, checkpoints: Checkpoints) -> Path | None:
     step = state.boundary.progress["step"]
     if checkpoints.saved_step == step:
         return checkpoints.store.folder(step)
+    heartbeat.enter("save")
     output.alarms.saved(step)
     checkpoints.keep_good(output.alarms.good_step)
     progress = state.boundary.progress | {"output": output.progress()}
@@ -216,6 +223,7 @@ def keep_best(state: State, output: Output, checkpoints: Checkpoints) -> None:
 
 def evaluate_now(state: State, output: Output) -> None:
     """Mean reward on the held-out prompts."""
+    heartbeat.enter("evaluate")
     output.evaluating()
     with state.engine.gathered():
         output.evaluation(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer import heartbeat
 from trainer.algorithm.kl import sampled_kl, weigh_by_ratio
 from trainer.algorithm.loss import normaliser, per_completion_sum, policy_objective
 from trainer.algorithm.schedules import adapted_coefficient, kl_coefficient, learning_rate
@@ -156,6 +157,7 @@ def take_step(state: State, sums: Sums) -> None:
         warmup=optim.warmup_steps,
         total=state.steps * state.config.grpo.updates_per_rollout,
     )
+    heartbeat.enter("update")
     outcome = state.engine.step(rate)
     state.updates += 1
     state.nonfinite_in_a_row = 0 if outcome.applied else state.nonfinite_in_a_row + 1

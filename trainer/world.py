@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer import heartbeat
 from trainer.errors import Refused, RunEnd
 
 
@@ -41,12 +42,15 @@ class World:
         if self.device.type == "cuda":
             tensor = tensor.to(self.device)
         dist.all_reduce(tensor, op=op)
-        return tensor.tolist()
+        found = tensor.tolist()
+        heartbeat.met()
+        return found
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
+        heartbeat.met()
         return values
 
     def barrier(self) -> None:

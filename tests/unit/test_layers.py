@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "trainer"
 
 FLOORS = (
-    ("errors", "batch", "quiet"),
-    ("config", "world", "algorithm", "record", "interrupts", "launcher", "arguments"),
+    ("errors", "batch", "quiet", "heartbeat"),
+    ("config", "world", "algorithm", "record", "interrupts", "launcher", "arguments", "faults"),
     ("data", "models", "engine", "balance", "plan", "report"),
     ("rewards", "rollout", "checkpoint", "minibatch", "watch", "data_tools"),
     ("state", "evaluate", "measure"),
