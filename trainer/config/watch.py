@@ -82,7 +82,7 @@ class Watch(Section):
         gt=0,
         description=(
             "Seconds without a sign of life of a rank (a token, a micro-batch, a phase) after which the watchdog of its"
-            " host names it, keeps the stacks of all ranks and ends the job. 1800: torch's own default for a collective."
+            " host names it, keeps the stacks of all ranks and ends the job. 1800: torch's limit of a collective."
         ),
     )
     checksum_every: int = Field(
