@@ -14,7 +14,7 @@ FLOORS = (
     ("data", "models", "engine", "balance", "plan", "report"),
     ("rewards", "rollout", "checkpoint", "minibatch", "watch", "data_tools"),
     ("state", "evaluate", "measure"),
-    ("collect", "update", "output"),
+    ("collect", "update", "output", "ranks"),
     ("preflight", "train"),
     ("out_of_memory", "eval_run", "doctor"),
     ("run",),

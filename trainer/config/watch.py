@@ -86,7 +86,12 @@ class Watch(Section):
         ),
     )
     checksum_every: int = Field(
-        default=0, ge=0, description="Steps between comparisons of the weights of all ranks. 0: never."
+        default=0,
+        ge=0,
+        description=(
+            "Steps between comparisons of the weights of all ranks, bit for bit; before each checkpoint there is one,"
+            " too. Ranks that differ end the run, and nothing is saved. ZeRO 0 to 2. 0: never."
+        ),
     )
 
     def limits(self) -> dict[str, float]:
