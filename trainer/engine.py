@@ -172,8 +172,8 @@ class ZeroEngine:
             optimizer._lazy_init_hp_params_optimizer_state()
         for index, (name, parameter) in enumerate(trained.items()):
             weight, moments, _ = whole(name)
-            values: dict[str | None, Tensor] = {None: weight, **moments}
-            for key, value in values.items():
+            values: list[tuple[str | None, Tensor]] = [(None, weight), *moments.items()]
+            for key, value in values:
                 if self.stage == 0:
                     kept = self._inner.state[masters[index]][key] if key else masters[index]
                     kept.copy_(value.view_as(kept))

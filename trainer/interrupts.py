@@ -12,6 +12,7 @@ import time
 from types import FrameType
 from typing import NoReturn
 
+from trainer import heartbeat
 from trainer.errors import Interrupted, Preempted, RunEnd
 
 KINDS: dict[int, tuple[type[RunEnd], str]] = {
@@ -51,7 +52,8 @@ def ignore() -> None:
 
 
 def check() -> None:
-    """Raises Interrupted or Preempted when this process was asked to end."""
+    """Raises Interrupted or Preempted when this process was asked to end. Long loops call it: a sign of life."""
+    heartbeat.beat()
     if _received:
         kind, who = KINDS[_received[0]]
         raise kind(who)

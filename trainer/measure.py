@@ -2,7 +2,9 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -11,18 +13,38 @@ from trainer.batch import Completion
 from trainer.record.metrics import Sums
 from trainer.world import World
 
+T = TypeVar("T")
+
 
 class Stopwatch:
     """Seconds of each phase of a step, on this rank."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.own: dict[str, float] = {}
+        """Of this rank's own work, without waiting for others."""
         self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
         self.seconds[phase] = now - self.last
         self.last = now
+
+    @contextmanager
+    def working(self, part: str) -> Iterator[None]:
+        """Around work of this rank alone, in which there is no collective."""
+        began = time.perf_counter()
+        yield
+        self.own[part] = self.own.get(part, 0.0) + time.perf_counter() - began
+
+    def timed(self, part: str, work: Callable[[], T]) -> Callable[[], T]:
+        """``work``, as such work."""
+
+        def timed() -> T:
+            with self.working(part):
+                return work()
+
+        return timed
 
 
 def measure_rollout(completions: Sequence[Completion], sums: Sums) -> None:

@@ -9,13 +9,13 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import interrupts
+from trainer import faults, heartbeat, interrupts
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.save import PROGRESS, Checkpoints
 from trainer.checkpoint.store import Found
 from trainer.config import RunConfig
 from trainer.errors import Interrupted, Lost, NoCheckpoint, OutOfMemory, Preempted, Refused, RunEnd
-from trainer.launcher import say
+from trainer.launcher import say, watchdog
 from trainer.launcher.hosts import read_hostfile
 from trainer.models.skeleton import is_here
 from trainer.out_of_memory import heard_of, ran_out
@@ -55,10 +55,15 @@ class Run:
 def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
     """Trains, and returns the exit code, the same on every rank. ``folder``: where the run file lies."""
     interrupts.install()
+    faults.read_environment()
     begun: list[Run] = []
+    guard = None
     try:
-        world = connect(config.engine.device, timeout_seconds=config.watch.hang_timeout)
+        # Twice: ranks that wait begin to do so before the one that they wait for hangs, which the watchdog names.
+        world = connect(config.engine.device, timeout_seconds=2 * config.watch.hang_timeout)
         try:
+            ranks = world.gather_objects(own := watchdog.Rank.here(world.rank, heartbeat.share()))
+            guard = watchdog.start(own, ranks, config.watch.hang_timeout, Path(config.run.dir))
             check_shared(Path(config.run.dir), world)
             _train(config, folder, world, wanted, begun)
         except Exception as error:
@@ -98,6 +103,7 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
             run.output.end("lost", 4, f"{type(error).__name__}: {error}")
         raise
     finally:
+        watchdog.stop(guard)
         disconnect()
 
 

@@ -17,6 +17,7 @@ from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.decoder import Decoder, Group
 from trainer.rollout.hooks import Hook, HookContext
 from trainer.watch.signals import Slope
+from trainer.watch.stragglers import Stragglers
 from trainer.world import World
 
 NUMBERS: dict[str, type[int] | type[float]] = {
@@ -79,6 +80,7 @@ class State:
     kl_histogram: KLHistogram = field(default_factory=KLHistogram)
     """Of this rank's tokens in the current step, where ``log.histogram_every`` asks for it."""
     memory_slope: Slope = field(default_factory=Slope)
+    stragglers: Stragglers = field(default_factory=Stragglers)
     nonfinite_losses: list[str] = field(default_factory=list)
     """Losses of this rank since the last optimizer step that are NaN or infinite, in words."""
     notes: list[str] = field(default_factory=list)

@@ -1,11 +1,12 @@
 """The loop and ``grpo_step``: the algorithm on one screen (DeepSeekMath, arXiv 2402.03300, Algorithm 1)."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
-from trainer import interrupts
+from trainer import heartbeat, interrupts
 from trainer.batch import Completion, Prompt
 from trainer.checkpoint import resume
 from trainer.checkpoint.export import export
@@ -18,6 +19,7 @@ from trainer.errors import RunEnd, Stopped
 from trainer.evaluate import Evaluation, answer_and_score, gathered
 from trainer.measure import Stopwatch, measure_rollout, step_metrics
 from trainer.output import Output
+from trainer.ranks import compare_seconds, compare_weights
 from trainer.record.metrics import Sums
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rollout.decoder import Decoder, Group
@@ -57,20 +59,23 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     """
     config, world = state.config, state.world
     sums, clock = Sums(), Stopwatch()
+    heartbeat.enter("rollout", step=state.step + 1)
     set_kl_coefficient(state)
 
     # 1. G completions of each prompt, with the log-probs of their sampler.
     context = state.hook_context(groups)
     state.notes += together(world, lambda: run_hooks(state.hooks, context))
     with state.engine.gathered():
-        completions = together(world, lambda: sample(state, groups))
+        completions = together(world, clock.timed("rollout", lambda: sample(state, groups)))
     clock.lap("rollout")
 
     # 2. What they are worth. A row that could not be scored is unscored, not zero.
-    together(world, lambda: score(state, completions, sums))
+    heartbeat.enter("reward")
+    together(world, clock.timed("reward", lambda: score(state, completions, sums)))
     clock.lap("reward")
 
     # 3. Advantages within each group; then what the reference says of the tokens to train. N counts skipped ones, too.
+    heartbeat.enter("reference")
     trainable = trained(completions, config.grpo.mask_truncated)
     if kl_in_reward(state):
         charge_kl_to_rewards(state, trained(completions, mask_truncated=False), sums)
@@ -86,10 +91,13 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     if count == 0:
         state.notes.append(f"step {state.step + 1}: no completion to train on, on any rank; no update")
     for update in range(config.grpo.updates_per_rollout if count else 0):
+        heartbeat.enter("backward")
         for number, batch in enumerate(batches):
+            heartbeat.beat()
             if update == 0:  # until here no weight has moved
                 together(world, interrupts.check)
-            loss_sum = micro_batch_loss(state, batch, sums, first=update == 0)
+            with clock.working("forward"):
+                loss_sum = micro_batch_loss(state, batch, sums, first=update == 0)
             state.engine.backward_sum(loss_sum, count, last=number == len(batches) - 1)
         take_step(state, sums)
         if update == 0:
@@ -109,6 +117,7 @@ def measure_step(state: State, completions: list[Completion], sums: Sums, clock:
         sums.maximum("top_token_share", share_of_top)
     sums.maximum("kl_coef", state.kl_coefficient)
     sums.maximum("held_memory_gib", state.memory.held() / 2**30)
+    compare_seconds(state, clock, sums)
     metrics = step_metrics(state.world, sums, clock.seconds, state.memory.take_peak())
     if (slope := state.memory_slope.add(metrics["held_memory_gib"])) is not None:
         metrics["memory_slope_mib"] = slope * 1024
@@ -136,6 +145,8 @@ def train(state: State, output: Output, checkpoints: Checkpoints) -> None:
             state.memory.take_peak()  # what an evaluation or a checkpoint held is not the step's
             metrics, completions = grpo_step(state, groups)
             state.step += 1
+            if config.watch.checksum_every and state.step % config.watch.checksum_every == 0:
+                compare_weights(state)
             if state.step == FIRST_LOOK:
                 note_unmoved_adapters(state)
             alarms = output.step(metrics, completions)
@@ -144,6 +155,7 @@ def train(state: State, output: Output, checkpoints: Checkpoints) -> None:
                 raise Stopped(f"{reason}\n{where_to_go_on(checkpoints)}")
             if asking := rolled_back_by(alarms, config.watch):
                 roll_back(state, output, checkpoints, asking)
+    heartbeat.enter("export")
     output.exported(export(state.policy, state.engine, state.world, output.path, config))
 
 
@@ -154,10 +166,17 @@ def save(state: State, output: Output, checkpoints: Checkpoints) -> Path | None:
     step = state.boundary.progress["step"]
     if checkpoints.saved_step == step:
         return checkpoints.store.folder(step)
+    if state.config.watch.checksum_every:
+        compare_weights(state)
+    heartbeat.enter("save")
     output.alarms.saved(step)
     checkpoints.keep_good(output.alarms.good_step)
     progress = state.boundary.progress | {"output": output.progress()}
+    began, first = time.monotonic(), not checkpoints.bytes
     folder = checkpoints.save(step, progress, state.boundary.random_states)
+    if first and checkpoints.bytes:  # of rank 0, which tells it
+        size, seconds = checkpoints.bytes / 1e9, time.monotonic() - began
+        state.notes.append(f"the first checkpoint: {size:.3g} GB in {seconds:.1f} s, which a scheduler must leave it")
     state.rewards.forget_paid_before(step)
     return folder
 
@@ -216,6 +235,7 @@ def keep_best(state: State, output: Output, checkpoints: Checkpoints) -> None:
 
 def evaluate_now(state: State, output: Output) -> None:
     """Mean reward on the held-out prompts."""
+    heartbeat.enter("evaluate")
     output.evaluating()
     with state.engine.gathered():
         output.evaluation(

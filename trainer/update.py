@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer import heartbeat
 from trainer.algorithm.kl import sampled_kl, weigh_by_ratio
 from trainer.algorithm.loss import normaliser, per_completion_sum, policy_objective
 from trainer.algorithm.schedules import adapted_coefficient, kl_coefficient, learning_rate
@@ -14,8 +15,11 @@ from trainer.errors import Stopped
 from trainer.minibatch import MicroBatch, make_micro_batches
 from trainer.models.scorer import token_scores
 from trainer.record.metrics import Sums
+from trainer.rewards.answers import row_name
 from trainer.state import State
 
+MOST_NAMES = 4
+"""Completions that the note of a refused step names, of each pass."""
 KL_TAIL = 0.5
 """Nats from which on a token's KL counts as tail: where runs that fall apart grow a second hump."""
 
@@ -97,7 +101,7 @@ def micro_batch_loss(state: State, batch: MicroBatch, sums: Sums, *, first: bool
         loss = loss + state.kl_coefficient * kl
     loss_sum = (batch.weights * loss).sum()
     if batch.completions:
-        measure_pass(state, batch, objective.clipped, loss_sum, sums, first=first)
+        measure_pass(state, batch, objective.clipped, loss, sums, first=first)
         # Measured before the update, so that step 1 shows a KL of 0; by charge_kl_to_rewards where that has come first.
         if first and not kl_in_reward(state):
             measure_policy(state, batch, scores, sums)
@@ -156,6 +160,7 @@ def take_step(state: State, sums: Sums) -> None:
         warmup=optim.warmup_steps,
         total=state.steps * state.config.grpo.updates_per_rollout,
     )
+    heartbeat.enter("update")
     outcome = state.engine.step(rate)
     state.updates += 1
     state.nonfinite_in_a_row = 0 if outcome.applied else state.nonfinite_in_a_row + 1
@@ -224,15 +229,19 @@ def control_kl(state: State, measured_kl: float | None) -> None:
 
 
 @torch.no_grad()
-def measure_pass(
-    state: State, batch: MicroBatch, clipped: Tensor, loss_sum: Tensor, sums: Sums, *, first: bool
-) -> None:
+def measure_pass(state: State, batch: MicroBatch, clipped: Tensor, loss: Tensor, sums: Sums, *, first: bool) -> None:
     """Sums and counts of one pass, as Python floats: a tensor kept for the log would keep its graph alive."""
-    if not math.isfinite(loss := float(loss_sum)):
-        state.nonfinite_losses.append(f"rank {state.world.rank}: loss {loss}")
+    weighted = batch.weights * loss
+    total = float(weighted.sum())
+    if not math.isfinite(total):
+        places = batch.rows.completion[~torch.isfinite(weighted)].unique().tolist()
+        names = [row_name(batch.completions[place]) for place in places[:MOST_NAMES]]
+        more = f" and {len(places) - MOST_NAMES} more" if len(places) > MOST_NAMES else ""
+        whose = f" of {', '.join(names)}{more}" if names else ""  # finite ones may have an infinite sum
+        state.nonfinite_losses.append(f"rank {state.world.rank}: loss {total}{whose}")
     sums.add("clip_fraction", float(clipped.sum()), len(batch.rows.targets))
     if first:
-        sums.add("loss", loss, 0)
+        sums.add("loss", total, 0)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer import heartbeat
 from trainer.errors import Lost, Refused, RunEnd
 
 
@@ -43,7 +44,9 @@ class World:
         if self.device.type == "cuda":
             tensor = tensor.to(self.device)
         dist.all_reduce(tensor, op=op)
-        return tensor.tolist()
+        found = tensor.tolist()
+        heartbeat.met()
+        return found
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank: numbers, text, containers, records and errors of ours.
@@ -58,6 +61,7 @@ class World:
         all_told = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in range(self.size)]
         dist.all_gather(all_told, torch.nn.functional.pad(told, (0, longest - len(told))))
         pieces = [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(all_told, sizes, strict=True)]
+        heartbeat.met()
         return [_Reader(io.BytesIO(piece)).load() for piece in pieces]
 
     def barrier(self) -> None:

@@ -251,6 +251,48 @@ def test_ctrl_c_reaches_a_rank_on_another_host(hosts: Hosts) -> None:
 
 
 @pytest.mark.full
+def test_f9_sigterm_to_a_rank_on_the_other_host_saves_on_both(hosts: Hosts) -> None:
+    process = long_run(hosts, "preempted", "hosts.txt")
+    try:
+        ranks = [pid for pid in hosts.processes("hostb") if b"-u\0-m\0trainer\0@" in command_line(pid)]
+        (rank,) = [pid for pid in ranks if b"launch" not in command_line(pid)]
+        os.kill(rank, signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75, out
+    found = status(hosts.folder / "preempted")
+    assert (found["state"], found["exit_code"]) == ("preempted", 75)
+    assert f"saved preempted/checkpoints/step-{found['step']:06d}" in out
+    wait_for(lambda: nothing_left(hosts), 5)
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.full
+def test_f18_a_cable_that_is_pulled_ends_both_sides(hosts: Hosts) -> None:
+    """No side hears that the other has gone: ssh gives up after 30 s, the watchdogs after twice their time."""
+    process = long_run(hosts, "unplugged", "hosts.txt")
+    try:
+        hosts.link("down")
+        began = time.monotonic()
+        out, _ = process.communicate(timeout=120)
+        seconds = time.monotonic() - began
+    finally:
+        hosts.link("up")
+        process.kill()
+    assert process.returncode == 4, out
+    assert "hostb" in str(status(hosts.folder / "unplugged")["reason"]), out
+    assert seconds < 75
+    wait_for(lambda: nothing_left(hosts), 60)
+
+
+@pytest.mark.full
 def test_ranks_on_no_host_outlive_the_command(hosts: Hosts) -> None:
     """It is killed, and with it all that it started here; the ranks' own hosts see the lease run out."""
     process = long_run(hosts, "orphaned", "hosts.txt")

@@ -112,6 +112,10 @@ class Hosts:
         found = subprocess.run(["ip", "netns", "pids", self._namespace(host)], capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split() if int(pid) != self.sshd[host].pid and _works(int(pid))]
 
+    def link(self, state: str) -> None:
+        """The cable between them, "up" or "down"."""
+        _run("ip", "-n", self._namespace("hosta"), "link", "set", "eth0", state)
+
     def _boot(self, name: str, address: str) -> None:
         (self.folder / f"sshd_{name}").write_text(SSHD.format(address=address, folder=self.folder))
         own = f"mount -t tmpfs tmpfs {self.folder}/private" if name == "hostb" else ""

@@ -5,6 +5,7 @@ Usage, under a launcher: faults.py FOLDER RESULTS.json
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from trainer.errors import RunEnd
 from trainer.interrupts import leave
 from trainer.measure import all_reduced
 from trainer.output import Output
+from trainer.ranks import compare_weights
 from trainer.record.metrics import Sums
 from trainer.rollout.decoder import Group
 from trainer.rollout.hooks import HookContext
@@ -112,6 +114,43 @@ def spoilt(world: World) -> Callable[..., torch.Tensor]:
         return value * (float("nan") if world.rank == 1 else 1.0)
 
     return loss
+
+
+def a_flipped_bit(folder: Path, world: World) -> Found:
+    """In an adapter, then in the frozen base, of rank 1; before and after a step of healthy ranks."""
+    found: Found = {}
+    for dtype, stage in (("fp32", "zero0"), ("bf16", "zero2")):
+        for part in ("lora_A", "embed_tokens"):
+            state = start(folder, world, {"model.dtype": dtype, "engine.deepspeed": stage} | SMALL)
+            step(state)
+            state.at_boundary()
+            healthy = ended(lambda state=state: compare_weights(state))
+            weight = next(p for name, p in state.policy.causal.named_parameters() if part in name)
+            if world.rank == 1:
+                words = weight.data.flatten().view(torch.int16)
+                words[7] ^= 1
+            found[f"{dtype} {part}"] = {
+                "healthy": healthy,
+                "flipped": ended(lambda state=state: compare_weights(state)),
+                "kept": state.boundary is not None,
+            }
+            state.engine.close()
+    return found
+
+
+def a_slow_rank(folder: Path, world: World) -> Found:
+    """Four steps in which rank 1 decodes for 0.3 s longer."""
+    real = trainer.train.sample
+
+    def sample(*arguments: Any) -> Any:
+        time.sleep(0.3 * world.rank)
+        return real(*arguments)
+
+    state = start(folder, world, SMALL)
+    with patch.object(trainer.train, "sample", sample):
+        ratios = [step(state)[0]["slowest_rank_ratio"] for _ in range(4)]
+    state.engine.close()
+    return {"ratios": ratios, "notes": [note for note in state.notes if "is slow" in note]}
 
 
 def run_repeats(folder: Path, world: World) -> Found:
@@ -206,6 +245,8 @@ CELLS = (
     stages_agree,
     nonfinite_is_refused,
     nonfinite_ends_all_ranks,
+    a_flipped_bit,
+    a_slow_rank,
     run_repeats,
     every_row_keeps_its_advantage,
     uneven_work,

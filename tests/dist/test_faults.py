@@ -17,7 +17,7 @@ from trainer.output import Output
 from trainer.world import World
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-OF_THE_MACHINE = ("seconds", "tokens_per", "peak_memory", "held_memory", "memory_slope")
+OF_THE_MACHINE = ("seconds", "tokens_per", "slowest_rank", "peak_memory", "held_memory", "memory_slope")
 """Metrics that two equal runs need not share."""
 
 
@@ -53,6 +53,22 @@ def test_b05_metrics_are_sums_over_counts_of_all_ranks(found: Cells) -> None:
     assert uneven == {"kl": 6 / 16, "kl_max": 1.0}
     assert one_rank_alone == {"kl": 3 / 12, "kl_max": 0.0}
     assert "kl" not in nothing
+
+
+def test_f21_a_flipped_bit_ends_all_ranks_and_nothing_is_saved(found: Cells) -> None:
+    for kind in ("fp32 lora_A", "fp32 embed_tokens", "bf16 lora_A", "bf16 embed_tokens"):
+        one, other = (rank[kind] for rank in found["a_flipped_bit"])
+        assert one == other and one["healthy"]["kind"] == "went on" and not one["kept"]
+        assert one["flipped"]["kind"] == "Stopped" and kind.split()[1] in one["flipped"]["message"]
+        assert "on rank 0 (host " in one["flipped"]["message"] and ", 1 (host " in one["flipped"]["message"]
+        assert ", of which one is wrong. Nothing of it is saved." in one["flipped"]["message"]
+
+
+def test_a_rank_that_is_slow_three_times_in_a_row_is_told_once(found: Cells) -> None:
+    one, other = found["a_slow_rank"]
+    assert one == other and min(one["ratios"]) > 1.5
+    (note,) = one["notes"]
+    assert note.startswith("rank 1 (host ") and "in step 3, the 3. in a row, its rollout took" in note
 
 
 def test_b12_b13_norm_and_weights_are_the_same_under_every_stage(found: Cells) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.launch import Rank, run_ranks
 from tests.dist.test_launch import RUN, ZERO_GRPO, run, started, status, wait_for
 from tests.tiny_run import write_run
+from trainer.checkpoint.store import Store
 
 SLOW = """
 import random, time
@@ -92,3 +94,28 @@ def test_the_best_checkpoint_outlives_pruning(folder: Path) -> None:
     assert f"zero-grpo export out/checkpoints/step-{best:06d} out/best" in ended.out
     assert (checkpoints / "best").read_text() == f"step-{best:06d}\n"
     assert {path.name for path in checkpoints.glob("step-*")} == {f"step-{best:06d}", "step-000005"}
+
+
+def test_f9_sigterm_to_one_rank_alone_stops_all_at_one_step(tmp_path: Path) -> None:
+    """The rank signals itself in its rollout; nothing of it reaches the other, and there is no launcher."""
+    ranks = signalled(tmp_path, "rollout", 29742)
+    assert [rank.code for rank in ranks] == [75, 75], ranks[0].output[-3000:]
+    found = status(tmp_path)
+    assert (found["state"], found["exit_code"], found["step"]) == ("preempted", 75, 2)
+    assert "saved out/checkpoints/step-000002; go on with --resume auto." in ranks[0].output
+
+
+@pytest.mark.full
+def test_f10_sigterm_in_the_middle_of_a_save_lets_it_end(tmp_path: Path) -> None:
+    ranks = signalled(tmp_path, "save.after_shard", 29743, "--checkpoint.every", "3")
+    assert [rank.code for rank in ranks] == [75, 75], ranks[0].output[-3000:]
+    assert status(tmp_path)["step"] == 3 and Store(tmp_path / "out").newest().manifest.step == 3  # type: ignore
+    assert [path.name for path in (tmp_path / "out/checkpoints").glob("tmp.*")] == []
+
+
+def signalled(folder: Path, phase: str, port: int, *more: str) -> list[Rank]:
+    """Two ranks, of which the second gets a SIGTERM in that phase of step 3."""
+    write_run(folder)
+    (folder / "run.toml").write_text(RUN.replace("steps = 2", "steps = 12"))
+    fault = {"ZERO_GRPO_TEST": "1", "ZERO_GRPO_FAULT": f"term@rank1:step3:phase={phase}"}
+    return run_ranks(["-m", "trainer", "train", "run.toml", *more], 2, port, folder=folder, **fault)

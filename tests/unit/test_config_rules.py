@@ -395,7 +395,6 @@ CASES = [
         ['rollout.engine = "vllm" is not available in this version; use "shared" or "hf".'],
         {},
     ),
-    ("not_yet", {"watch__checksum_every": 5}, ["watch.checksum_every", "use 0"], {}),
     *(
         (
             "address",

@@ -316,6 +316,12 @@ def test_zero_block(refusal, block, said):
     assert all(part in message for part in said), message
 
 
+def test_stage_3_has_no_copies_to_compare(refusal, resolved):
+    message = refusal({"zero_optimization": {"stage": 3}}, watch__checksum_every=5)
+    assert "zero_optimization.stage is 3" in message and "watch.checksum_every = 0, or stage 2" in message
+    assert resolved({"zero_optimization": {"stage": 2}}, watch__checksum_every=5)
+
+
 def test_b57_shards_are_not_added_up(refusal, resolved):
     """-0.0 + 0.0 is 0.0: a sum changes the bytes of packed weights."""
     block = {"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}}

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def test_b03_i5_a_loss_that_is_not_finite_moves_nothing_and_is_named(folder: Pat
         poisoned(patch, value)
         metrics, _ = step(state)
         note = state.notes[-1]
-        assert note.startswith("step 1: ") and "rank 0: loss" in note and "no rank updated" in note
+        assert note.startswith("step 1: ") and "no rank updated" in note
+        assert re.search(r"rank 0: loss (nan|inf|-inf) of row \d generation 4\)", note), note
         assert all(math.isfinite(number) for number in metrics.values()), metrics
         assert not {"loss", "grad_norm"} & set(metrics), "a number that does not exist is absent"
         with pytest.raises(Stopped, match=r"step 2: [\s\S]*rank 0: loss[\s\S]*max_nonfinite_steps"):

@@ -9,12 +9,12 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "trainer"
 
 FLOORS = (
-    ("errors", "batch", "quiet"),
-    ("config", "world", "algorithm", "record", "interrupts", "launcher", "arguments", "untouched"),
+    ("errors", "batch", "quiet", "heartbeat"),
+    ("config", "world", "algorithm", "record", "interrupts", "launcher", "arguments", "faults", "untouched"),
     ("data", "models", "engine", "balance", "plan", "report"),
     ("rewards", "rollout", "checkpoint", "minibatch", "watch", "data_tools", "frozen_shards"),
     ("state", "evaluate", "measure"),
-    ("collect", "update", "output"),
+    ("collect", "update", "output", "ranks"),
     ("preflight", "train"),
     ("out_of_memory", "eval_run", "doctor"),
     ("run",),

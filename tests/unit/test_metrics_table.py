@@ -13,7 +13,7 @@ from trainer.world import World
 ROOT = Path(__file__).parents[2]
 SQUARES = {"kl_square", "reward_square"}
 """Reduced over ranks with the others, and turned into standard deviations."""
-NOT_HERE = {"kl_rank_min", "kl_rank_max", "memory_slope_mib"}
+NOT_HERE = {"kl_rank_min", "kl_rank_max", "memory_slope_mib", "slowest_rank_ratio"}
 """Of several ranks, or of twenty steps."""
 
 

@@ -269,6 +269,7 @@ def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Planned:
 def test_the_command_fits(planned: Planned) -> None:
     code, said = planned("--gpu", "a10", "--gpus", "2")
     assert code == 0 and "Fits: the peak is" in said and "2 x a10 with 22.0 GiB" in said
+    assert "A checkpoint: 0.3 GB, written in 1 s at 0.5 GB/s" in said
     for word in ("rollout", "reference", "reward", "training", "KV cache", "activations", "total"):
         assert word in said
 
@@ -277,6 +278,9 @@ def test_the_command_says_what_would_fit(planned: Planned) -> None:
     code, said = planned("--gpu", "a10", "--lora.r", "0", "--json")
     found = json.loads(said)
     assert code == 2 and not found["fits"] and found["peak_gib"] > 22
+    # The fp32 copy, two moments, and bf16 values twice.
+    assert found["checkpoint_bytes"] == pytest.approx((4 + 8 + 2 * 2) * 1.5437e9, rel=1e-3)
+    assert found["seconds_to_save"] == found["checkpoint_bytes"] / 5e8
     assert sum(found["phases_gib"]["training"].values()) == pytest.approx(found["totals_gib"]["training"])
     first = found["advice"][0]
     assert first["peak_gib"] <= 22 and first["seconds_a_step"] > 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from trainer import heartbeat
 from trainer.checkpoint import manifest
 from trainer.checkpoint.export import write_weights
 from trainer.checkpoint.manifest import Facts, Manifest
@@ -61,6 +62,7 @@ class Checkpoints:
         """
         folder = Path(self._agreed(lambda: str(self._begin(step)) if self.world.is_main else "")[0])
         self.engine.save(folder / "deepspeed")
+        heartbeat.enter("save.after_shard")
         write_weights(self.policy, self.engine, self.world, folder)
         self._agreed(lambda: self._write_records(folder, progress, random_states))
         lists = self._agreed(lambda: manifest.listed(folder))

@@ -37,8 +37,6 @@ def _entry(path: Sequence[str], field: FieldInfo) -> str:
 
 def _not_yet(key: str) -> str:
     """What of a key this version refuses, in brackets; empty where it takes all that the type allows."""
-    if key in available.FIXED:
-        return " (not in this version)"
     refused = available.NOT_YET[key][0] if key in available.NOT_YET else ()
     return f" ({', '.join(map(literal, refused))}: not in this version)" if refused else ""
 

@@ -80,10 +80,18 @@ class Watch(Section):
     hang_timeout: float = Field(
         default=1800.0,
         gt=0,
-        description="Seconds without any progress of a rank after which the job ends. 1800: torch's own default.",
+        description=(
+            "Seconds without a sign of life of a rank (a token, a micro-batch, a phase) after which the watchdog of its"
+            " host names it, keeps the stacks of all ranks and ends the job. 1800: torch's limit of a collective."
+        ),
     )
     checksum_every: int = Field(
-        default=0, ge=0, description="Steps between comparisons of the weights of all ranks. 0: never."
+        default=0,
+        ge=0,
+        description=(
+            "Steps between comparisons of the weights of all ranks, bit for bit; before each checkpoint there is one,"
+            " too. Ranks that differ end the run, and nothing is saved. ZeRO 0 to 2. 0: never."
+        ),
     )
 
     def limits(self) -> dict[str, float]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.errors import Refused, redacted
+from trainer.launcher import status
 from trainer.launcher.handover import Handover, split_environment, write_secrets
 from trainer.launcher.hosts import Host, read_hostfile, table
 from trainer.launcher.lease import Lease
@@ -243,36 +244,21 @@ class _Job:
 
     def _close(self) -> int:
         code, message = self.outcome.code(), self.outcome.message()
-        status = self._status()
-        if code == LOST and self.asked and (status.get("state") != "running" or self.asked[0] == signal.SIGINT):
+        known = status.read(self.run_dir)
+        if code == LOST and self.asked and (known.get("state") != "running" or self.asked[0] == signal.SIGINT):
             code, message = ASKED_TO_END[signal.Signals(self.asked[0])], "ended as asked; nothing was saved."
         if code == LOST and any((self.run_dir / "checkpoints").glob("step-*")):
             message += " Fix: the same command with --resume auto goes on from the newest checkpoint."
         log = self._keep_log(code)
-        if status.get("state") in ("running", "lost") and code in (LOST, 130):
-            self._record(
-                status | {"state": "lost" if code == LOST else "interrupted", "exit_code": code, "reason": message}
-            )
+        if known.get("state") in ("running", "lost") and code in (LOST, 130):
+            state = "lost" if code == LOST else "interrupted"
+            status.write(self.run_dir, known | {"state": state, "exit_code": code, "reason": message})
         if code == LOST:
             message += f"\nWhat all ranks and the launcher printed: {log}"
         if message:
             with contextlib.suppress(OSError):
                 say(f"\n{message}")
         return code
-
-    def _status(self) -> dict[str, object]:
-        try:
-            found: dict[str, object] = json.loads((self.run_dir / "run_status.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found
-
-    def _record(self, status: dict[str, object]) -> None:
-        """For ranks that could not record their end; one that did knows less, that its neighbour was gone."""
-        path = self.run_dir / "run_status.json"
-        beside = path.with_name(f".{path.name}.tmp")
-        beside.write_text(json.dumps(status, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(beside, path)
 
     def _keep_log(self, code: int) -> Path:
         """Beside the run's records, since it holds what reward functions printed; a refused run has none."""

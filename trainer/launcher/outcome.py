@@ -39,8 +39,14 @@ class Outcome:
         """Whether the rest should end soon, too: rank 0 has said how, or somebody has left with an error."""
         return 0 in self.ended or bool(self.hosts_ended) or any(report.code for report in self.ended.values())
 
+    @property
+    def hung(self) -> list[Report]:
+        return [report for report in self.ended.values() if report.hung]
+
     def take(self, report: Report) -> None:
-        """A rank begins or ends."""
+        """A rank begins or ends. That it hung, its watchdog knows better than the rank, if it still says something."""
+        if report.rank in self.ended and self.ended[report.rank].hung:
+            return
         (self.begun if report.code is None else self.ended)[report.rank] = report
 
     def note(self, line: str) -> None:
@@ -76,6 +82,8 @@ class Outcome:
         return self._lost()
 
     def _lost(self) -> str:
+        if self.hung:
+            return f"lost: {'; '.join(f'rank {one.rank} of host {one.host} {one.why}' for one in self.hung)}."
         ranks_of = self._ranks_of()
         silent = [rank for rank in range(self.ranks) if rank not in self.ended]
         # A rank that was killed is why the others failed, not the other way round.

@@ -25,6 +25,8 @@ class Report:
     pid: int
     code: int | None = None
     why: str = ""
+    hung: bool = False
+    """Said by the watchdog of its host."""
 
 
 def mark(launch_id: str) -> str:
@@ -43,11 +45,16 @@ def say(text: str) -> None:
 
 def report(code: int | None = None, why: str = "") -> None:
     """Tells the one who started the ranks that this one begins or ends; nothing where nobody did."""
-    if launch_id := os.environ.get(WRAPPED):
-        told = Report(int(os.environ["RANK"]), socket.gethostname(), os.getpid(), code, redacted(why)[:600])
-        # Short of 4 KiB, also when each character takes six: a pipe takes that in one piece.
-        sys.stdout.write(f"{mark(launch_id) * 2}{json.dumps(asdict(told))}\n")
-        sys.stdout.flush()
+    if os.environ.get(WRAPPED):
+        report_of(int(os.environ["RANK"]), os.getpid(), code, why)
+
+
+def report_of(rank: int, pid: int, code: int | None, why: str, *, hung: bool = False) -> None:
+    """The same of a rank on this host."""
+    told = Report(rank, socket.gethostname(), pid, code, redacted(why)[:600], hung)
+    # Short of 4 KiB, also when each character takes six: a pipe takes that in one piece.
+    sys.stdout.write(f"{mark(os.environ[WRAPPED]) * 2}{json.dumps(asdict(told))}\n")
+    sys.stdout.flush()
 
 
 def heard(line: str, launch_id: str) -> str | Report | None:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from trainer import heartbeat
 from trainer.batch import Completion, PackedRows, Prompt, ReferenceScores
 from trainer.models.packing import pack, pack_groups
 from trainer.models.policy import Policy, adapter_off, reference_adapter
@@ -55,7 +56,10 @@ class Reference:
             found = self.streamed(batches)
         else:
             with self.switch():
-                found = [(self.shards or self.copy or policy)(rows, return_hidden=exact) for rows in batches]
+                found = []
+                for rows in batches:
+                    heartbeat.beat()
+                    found.append((self.shards or self.copy or policy)(rows, return_hidden=exact))
         return [ReferenceScores(scores["logps"], scores["hidden"] if exact else None) for scores in found]
 
     def head_weight(self) -> Tensor | None:

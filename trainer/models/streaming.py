@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.masking_utils import create_causal_mask
 
+from trainer import heartbeat
 from trainer.batch import PackedRows
 from trainer.models.scorer import TokenScorer
 from trainer.models.shared_prefix import layout
@@ -129,6 +130,7 @@ class StreamedScorer:
             if module is self.modules[-1]:
                 arguments = [{"score_at": rows.score_at, "targets": rows.targets} for rows in batches]
             for number, given in enumerate(arguments):
+                heartbeat.beat()
                 states[number] = run(states[number], **given)
         return states
 

@@ -14,6 +14,7 @@ from trainer.models.policy import load_config
 from trainer.plan import table
 from trainer.plan.advice import Words, advise
 from trainer.plan.cards import CARDS, GIB, Card, card_of
+from trainer.plan.on_disk import DISK_BYTES_A_SECOND, Parameters, checkpoint_bytes, time_to_save
 from trainer.plan.parts import Plan, plan
 from trainer.plan.settings import Settings
 from trainer.plan.shape import KNOWN, shape_of
@@ -74,10 +75,13 @@ def plan_run(asked: Asked, *, as_json: bool) -> int:
     found, fits = chosen(config, settings(config), room)
     advice = [] if fits else advise(unlimited, card, room, fitted)
     result, (_, uncounted) = plan(found), networks_of(config.reward)
+    parameters = Parameters(found.shape.total, found.trained, found.itemsize)
+    size = checkpoint_bytes(parameters, stage=found.zero.stage, optimizer=found.optimizer)
     if as_json:
-        say(json.dumps(table.as_json(result, card, fits, advice) | {"not_counted": uncounted}, indent=1))
+        more = {"not_counted": uncounted, "checkpoint_bytes": size, "seconds_to_save": size / DISK_BYTES_A_SECOND}
+        say(json.dumps(table.as_json(result, card, fits, advice) | more, indent=1))
     else:
-        say("\n".join((table.text(result, card, fits, advice), *uncounted)))
+        say("\n".join((table.text(result, card, fits, advice), time_to_save(size), *uncounted)))
     return 0 if fits else 2
 
 

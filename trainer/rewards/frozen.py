@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from trainer import heartbeat
 from trainer.config.grpo import Reward
 from trainer.config.sections import Model
 from trainer.errors import Refused
@@ -49,6 +50,7 @@ class FrozenNetwork:
         found: dict[int, Tensor] = {}
         for run in self._passes():
             for places in [[place] for place in range(len(rows))] if alone else batches(rows):
+                heartbeat.beat()
                 inputs = padded([rows[place] for place in places], self.pad_id, self.side)
                 scored = run(**{name: ids.to(device) for name, ids in inputs.items()})
                 found |= zip(places, scored.float().cpu(), strict=True)

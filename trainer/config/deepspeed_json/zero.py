@@ -61,6 +61,13 @@ def mistakes(zero: Block, config: RunConfig) -> Iterator[Mistake]:
     if type(stage) is not int or stage not in (0, 1, 2, 3):
         yield Mistake("zero_optimization.stage", f"is {shown(stage)}, expected 0, 1, 2 or 3.", 2)
         stage = 3  # says nothing more about what follows
+    elif stage == 3 and config.watch.checksum_every:
+        yield Mistake(
+            "zero_optimization.stage",
+            f"is 3, and the run file has watch.checksum_every = {config.watch.checksum_every}: stage 3 has each weight"
+            " once, in shards, so that there is nothing to compare. Use watch.checksum_every = 0, or stage 2.",
+            2,
+        )
     for key, value in zero.items():
         path = f"zero_optimization.{key}"
         if key in NEUTRAL:
