@@ -246,6 +246,46 @@ def test_a_model_that_comes_garbled_has_good_checkpoints() -> None:
     assert alarms.good_step == 20
 
 
+@pytest.mark.parametrize(
+    ("row", "alarm"),
+    [
+        ({"rewards/judge/failed_fraction": 0.3}, "reward_failing"),
+        ({"held_memory_gib": 3.0}, "memory"),
+        ({"sampling_logp_gap": 0.3}, "sampling_gap"),
+    ],
+)
+def test_what_older_weights_have_as_well_speaks_against_no_checkpoint(row: Row, alarm: str) -> None:
+    for watch in (Watch(), Watch(on_alarm="rollback", on_garble="rollback")):
+        alarms = Alarms(watch)
+        told(alarms, [{}] * 10 + [row] * 60)
+        alarms.saved(70)
+        assert alarms.standings[alarm].active and alarms.good_step == 70
+
+
+def test_a_kl_at_the_start_never_ends_and_speaks_against_no_checkpoint() -> None:
+    alarms = Alarms(Watch(on_garble="rollback"))
+    told(alarms, [{"kl": 0.05}] * 30)
+    alarms.saved(30)
+    assert alarms.standings["kl_at_start"].active and alarms.good_step == 30
+
+
+def test_an_alarm_that_only_warns_against_the_beginning_speaks_against_no_checkpoint() -> None:
+    """A run that cuts its answers from step 11 on would go back there from step 900."""
+    for on_alarm, good in (("warn", 40), ("rollback", None)):
+        alarms = Alarms(Watch.model_validate({"on_alarm": on_alarm, "on_garble": "rollback"}))
+        told(alarms, [{}] * 10 + [{"truncated_fraction": 0.6}] * 30)
+        alarms.saved(40)
+        assert alarms.standings["truncation"].active and alarms.good_step == good
+
+
+def test_one_step_past_a_limit_counts_where_few_make_an_alarm() -> None:
+    for row, good in (({"reward_mean": 0.1}, 31), ({"kl": 3.0}, None), ({"garble_rate": 0.5}, None)):
+        alarms = Alarms(Watch(on_alarm="rollback", on_garble="rollback"))
+        told(alarms, [{}] * 30 + [row])
+        alarms.saved(31)
+        assert alarms.good_step == good, row
+
+
 def test_every_cause_is_one_that_has_words() -> None:
     for rule in RULES:
         for reward in (0.0, 0.4, 0.9):

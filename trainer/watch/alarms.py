@@ -19,6 +19,9 @@ UNMENDED = (
     *("advantages", "decoded_text", "reward_failing", "memory"),
 )
 """Alarms of what older weights have as well: a rollback is none of their answers."""
+AT_ONCE = 3
+"""Patience (steps) of rules whose first step past the limit speaks against a checkpoint already. Those that wait longer
+are past it now and then in any run."""
 UNFINISHED = ("garble_rate", "kl_at_step_1", "reward_mean", "reward_std")
 """What rules read of a beginning that is not over: its first step's, since medians of two steps would move under the
 alarm."""
@@ -146,11 +149,16 @@ class Alarms:
         return told
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step can be gone back to when no alarm stands and no signal is past its limit; what the
-        model came with speaks against none."""
-        ours = [one for name, one in self.standings.items() if name != "garbled_from_start"]
-        if not any(one.active or one.streak for one in ours):
-            self.good_step = step
+        """A checkpoint of this step can be gone back to when no alarm speaks against it. What older weights have as well
+        does not, nor what is compared with the run's own beginning and asks for no more than words."""
+        for rule in RULES:
+            one = self.standings.get(rule.alarm, Standing())
+            counts = rule.alarm not in UNMENDED and not (
+                rule.relative and action_of(rule.alarm, self.settings) == "warn"
+            )
+            if counts and (one.active or (one.streak and rule.patience <= AT_ONCE)):
+                return
+        self.good_step = step
 
     def _moved(self, rule: Rule, step: int, reading: Reading) -> Literal["raised", "stands", "cleared"] | None:
         """Counts the step; what of it is to be told."""
@@ -178,6 +186,15 @@ class Alarms:
         return alarm is not None and alarm in self.standings and self.standings[alarm].active
 
 
+Action = Literal["warn", "stop", "rollback"]
+
+
+def action_of(alarm: str, settings: Watch) -> Action:
+    """What that alarm does when it is raised."""
+    action: Action = settings.on_garble if alarm == "garble" else settings.on_alarm
+    return "warn" if action == "rollback" and alarm in UNMENDED else action
+
+
 def stopped_by(alarms: Sequence[Alarm], settings: Watch) -> str:
     """What ends the run after this step, in words; empty when nothing does."""
     return "\n".join(alarm.line() for alarm in _asking(alarms, settings, "stop"))
@@ -185,11 +202,8 @@ def stopped_by(alarms: Sequence[Alarm], settings: Watch) -> str:
 
 def rolled_back_by(alarms: Sequence[Alarm], settings: Watch) -> list[Alarm]:
     """Those that take the run back after this step."""
-    return [alarm for alarm in _asking(alarms, settings, "rollback") if alarm.alarm not in UNMENDED]
+    return _asking(alarms, settings, "rollback")
 
 
-def _asking(alarms: Sequence[Alarm], settings: Watch, action: Literal["stop", "rollback"]) -> list[Alarm]:
-    answers = {"garble": settings.on_garble}
-    return [
-        alarm for alarm in alarms if alarm.event == "raised" and answers.get(alarm.alarm, settings.on_alarm) == action
-    ]
+def _asking(alarms: Sequence[Alarm], settings: Watch, action: Action) -> list[Alarm]:
+    return [one for one in alarms if one.event == "raised" and action_of(one.alarm, settings) == action]
