@@ -218,13 +218,38 @@ def test_only_garble_ends_a_run_unless_asked() -> None:
 
 def test_the_state_survives_a_checkpoint_at_any_step() -> None:
     rows = [{}] * 12 + [{"kl": 3.0}] * 8 + [{}] * 15 + [{"kl": 3.0, "garble_rate": 0.5}] * 60
-    whole = told(Alarms(Watch()), rows)
+    watch = Watch(on_garble="warn")
+    whole = told(Alarms(watch), rows)
     for cut in (1, 9, 13, 16, 25, 40, 70):
-        before = Alarms(Watch())
+        before = Alarms(watch)
         found = told(before, rows[:cut])
-        after = Alarms(Watch())
+        after = Alarms(watch)
         after.restore(json.loads(json.dumps(before.progress())))
         assert found + told(after, rows[cut:], cut + 1) == whole, cut
+
+
+@pytest.mark.parametrize("action", ["stop", "rollback"])
+def test_a_run_that_goes_on_after_its_alarm_is_guarded_as_before(action: str) -> None:
+    """Resumed from the checkpoint of the step that stopped it, or back at an older one that knew the alarm."""
+    watch = Watch.model_validate({"on_garble": action, "on_alarm": action})
+    before = Alarms(watch)
+    (first,) = told(before, [{}] * 10 + [{"garble_rate": 0.6}] * 2)
+    for broken, again, step in (({"garble_rate": 0.6}, "garble", 14), ({"kl": 3.0}, "kl", 15)):
+        after = Alarms(watch)
+        after.restore(json.loads(json.dumps(before.progress())))
+        found = told(after, [broken] * 5, 13)
+        assert steps_of(found, again)[0][:2] == (step, "raised")
+        assert bool(stopped_by(found, watch)) == (action == "stop")
+        assert bool(rolled_back_by(found, watch)) == (action == "rollback")
+    assert first.alarm == "garble"
+
+
+def test_an_alarm_that_ends_the_run_is_raised_whenever_it_comes() -> None:
+    """Of one that only warns the words are kept back for 50 steps."""
+    twice = [{}] * 10 + ([{"kl": 3.0}] * 3 + [{}] * CLEARED_AFTER) * 2
+    for action, expected in (("warn", [13]), ("stop", [13, 26]), ("rollback", [13, 26])):
+        found = told(Alarms(Watch.model_validate({"on_alarm": action})), twice)
+        assert [step for step, event, _ in steps_of(found, "kl") if event == "raised"] == expected
 
 
 def test_a_checkpoint_is_good_while_nothing_speaks_against_it() -> None:

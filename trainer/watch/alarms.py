@@ -103,9 +103,13 @@ class Alarms:
         return {"first": self.first, "standings": standings, "good_step": self.good_step}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """What ``progress`` returned, also after a trip through JSON."""
+        """What ``progress`` returned, also after a trip through JSON. An alarm that ends a run, or takes it back, has to
+        be raised anew: one that stood on would never do so again."""
         self.first, self.good_step = list(progress["first"]), progress["good_step"]
         self.standings = {name: Standing(**one) for name, one in progress["standings"].items()}
+        for name, one in self.standings.items():
+            if action_of(name, self.settings) != "warn":
+                one.active, one.streak = False, 0
 
     def beginning(self) -> dict[str, float]:
         """Medians of the first steps; of garble rate and KL what the model came with, before any update. Before the
@@ -149,8 +153,8 @@ class Alarms:
         return told
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step can be gone back to when no alarm speaks against it. What older weights have as well
-        does not, nor what is compared with the run's own beginning and asks for no more than words."""
+        """A checkpoint of this step can be gone back to when no alarm speaks against it. What older weights have too does
+        not, nor what is compared with the run's own beginning and asks for no more than words."""
         for rule in RULES:
             one = self.standings.get(rule.alarm, Standing())
             counts = rule.alarm not in UNMENDED and not (
@@ -176,8 +180,9 @@ class Alarms:
             if one.streak < rule.patience or self._is_active(SUBSUMED.get(rule.alarm)):
                 return None
             one.active, one.streak = True, 0
-        # One that comes and goes is told no more often than one that stays.
-        if step - one.told < REPEATED_EVERY or not reading.beyond:
+        # One that comes and goes is told no more often than one that stays, unless more than words follows.
+        rose = not was_active and action_of(rule.alarm, self.settings) != "warn"
+        if not reading.beyond or not (rose or step - one.told >= REPEATED_EVERY):
             return None
         one.told, one.count = step, one.count + 1
         return "stands" if was_active and one.count > 1 else "raised"
