@@ -151,6 +151,13 @@ def test_one_that_comes_garbled_and_gets_worse_goes_on_as_well(before: float) ->
     assert steps_of(found, "garble") == [] and stopped_by(found, Watch()) == ""
 
 
+@pytest.mark.parametrize("before", [0.0, 0.001])
+def test_a_hard_task_that_begins_to_learn_has_no_gradient_alarm(before: float) -> None:
+    """Rewards so sparse that the first steps had nothing to train on, and no KL term."""
+    rows = [{"grad_norm": before}] * 10 + [{"grad_norm": 0.4}] * 5
+    assert told(Alarms(Watch()), rows) == []
+
+
 def test_a_mild_kl_counts_where_the_reward_has_fallen() -> None:
     for reward, expected in ((0.4, []), (0.2, ["kl"])):
         found = told(Alarms(Watch()), [{}] * 10 + [{"kl": 0.5, "reward_mean": reward}] * 5)

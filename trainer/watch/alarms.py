@@ -103,8 +103,8 @@ class Alarms:
         return {"first": self.first, "standings": standings, "good_step": self.good_step}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """What ``progress`` returned, also after a trip through JSON. An alarm that ends a run, or takes it back, has to
-        be raised anew: one that stood on would never do so again."""
+        """What ``progress`` returned, also after a trip through JSON. An alarm that ends a run, or takes it back, has
+        to be raised anew: one that stood on would never do so again."""
         self.first, self.good_step = list(progress["first"]), progress["good_step"]
         self.standings = {name: Standing(**one) for name, one in progress["standings"].items()}
         for name, one in self.standings.items():
@@ -153,8 +153,8 @@ class Alarms:
         return told
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step can be gone back to when no alarm speaks against it. What older weights have too does
-        not, nor what is compared with the run's own beginning and asks for no more than words."""
+        """A checkpoint of this step can be gone back to when no alarm speaks against it. What older weights have too
+        does not, nor what is compared with the run's own beginning and asks for no more than words."""
         for rule in RULES:
             one = self.standings.get(rule.alarm, Standing())
             counts = rule.alarm not in UNMENDED and not (

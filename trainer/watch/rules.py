@@ -25,6 +25,9 @@ class Reading:
 SAME_KL = 5e-3
 """Nats per token between two passes of one model: k3 of log-probs that are 0.1 apart, twice the rounding of bf16."""
 
+USUAL_CLIP = 1.0
+"""Default of optim.max_grad_norm."""
+
 Read = Callable[[Numbers, Numbers, Numbers], Reading | None]
 
 
@@ -179,6 +182,16 @@ def kl_outliers(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None
     return Reading(ratio, limits["kl_cv"], None, ratio > limits["kl_cv"], ratio < 0.8 * limits["kl_cv"])
 
 
+def gradient(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Of a task too hard to be rewarded in its first steps there was no gradient to compare with. A norm that is
+    commonly clipped to is none to be alarmed by."""
+    if "grad_norm" not in row or not begin.get("grad_norm"):
+        return None
+    value, base = row["grad_norm"], begin["grad_norm"]
+    limit = max(USUAL_CLIP, 20 * base)
+    return Reading(value, limit, base, value > limit, value <= between(base, limit, 0.5))
+
+
 def reward_fall(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     if "reward_mean" not in row or not begin.get("reward_std"):
         return None
@@ -216,7 +229,7 @@ RULES = (
     Rule("one_token", "top_token_share", above("top_token_share", one_token), patience=3),
     Rule("repetition", "repetition", against("repetition", lambda base: base + 0.3), patience=5, relative=True),
     Rule("truncation", "truncated_fraction", against("truncated_fraction", further, 0.5), patience=5, relative=True),
-    Rule("gradient", "grad_norm", against("grad_norm", lambda base: 20 * base), patience=3, relative=True),
+    Rule("gradient", "grad_norm", gradient, patience=3, relative=True),
     Rule("clipping", "clip_fraction", against("clip_fraction", further, 0.5), patience=5, relative=True),
     Rule("reward_fall", "reward_mean", reward_fall, patience=10, relative=True),
     Rule("reward_kl_ratio", "reward_kl_ratio", below("reward_kl_ratio", lambda _, at: at["reward_kl_ratio"]), 3),
