@@ -52,7 +52,6 @@ BREAKS: dict[str, tuple[Row, int]] = {
     "sampling_gap": ({"sampling_logp_gap": 0.2}, 3),
     "kl": ({"kl": 2.1, "kl_std": 3.0}, 3),
     "collapse": ({"kl": 1.1, "kl_std": 2.0, "reward_mean": 0.1}, 1),
-    "kl_ranks": ({"kl": 0.1, "kl_std": 0.2, "kl_rank_min": 0.02, "kl_rank_max": 0.2}, 20),
     "scored_tokens": ({"scored_per_sampled": 1.01}, 1),
     "advantages": ({"advantage_bias": 0.3}, 1),
     "decoded_text": ({"text_unlike_ids": 0.1}, 1),
@@ -162,6 +161,12 @@ def test_a_mild_kl_counts_where_the_reward_has_fallen() -> None:
     for reward, expected in ((0.4, []), (0.2, ["kl"])):
         found = told(Alarms(Watch()), [{}] * 10 + [{"kl": 0.5, "reward_mean": reward}] * 5)
         assert [alarm.alarm for alarm in found] == expected
+
+
+def test_ranks_with_a_group_each_have_kls_that_differ() -> None:
+    """The highest and the lowest of many ranks are others in each step; whether weights differ, weights say."""
+    rows = [{"kl": 0.1, "kl_std": 0.2, "kl_rank_min": 0.02, "kl_rank_max": 0.3}] * 40
+    assert told(Alarms(Watch(on_alarm="rollback")), [{}] * 10 + rows) == []
 
 
 def test_a_metric_that_does_not_exist_raises_nothing_and_stops_no_count() -> None:

@@ -52,10 +52,6 @@ CAUSES: dict[str, Cause] = {
         "tokens are sampled from another distribution than the one that scores them, so every ratio is wrong",
         "look at rollout.temperature, the RoPE window, dropout, and model.dtype (bf16 differs by a few hundredths)",
     ),
-    "ranks_differ": Cause(
-        "one rank measures another KL than the others: its weights or its reference may differ",
-        "compare the weights of the ranks, and start again from a checkpoint",
-    ),
     "outliers": Cause(
         "few tokens carry most of the KL: the policy writes what the reference thinks impossible",
         "look for these tokens in the excerpt; lower optim.lr, or cut what the reward pays for them",
@@ -141,7 +137,6 @@ FIXED_CAUSES = {
     "advantages": "group_layout",
     "decoded_text": "tokenizer_mismatch",
     "reward_failing": "reward_fails",
-    "kl_ranks": "ranks_differ",
     "kl_outliers": "outliers",
     "reward_kl_ratio": "pull_too_strong",
     "truncation": "runs_on",

@@ -166,15 +166,6 @@ def entropy_collapse(row: Numbers, begin: Numbers, limits: Numbers) -> Reading |
     return Reading(value, bottom, base, value < bottom and not gained, value > 1.5 * bottom or gained)
 
 
-def kl_ranks(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
-    """Each rank sees other completions, so one step says nothing; always the same difference does."""
-    # Each of the three is absent for itself where it is not finite.
-    if row.get("kl", 0.0) < 0.01 or row.get("kl_rank_min", 0.0) <= 0 or "kl_rank_max" not in row:
-        return None
-    ratio = row["kl_rank_max"] / row["kl_rank_min"]
-    return Reading(ratio, 3.0, None, ratio > 3, ratio < 2)
-
-
 def kl_outliers(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     if row.get("kl", 0.0) < 1e-3 or "kl_std" not in row:
         return None
@@ -221,7 +212,6 @@ RULES = (
     Rule("surprise", "surprise - entropy", surprise, patience=10, at_once=True, relative=True),
     Rule("collapse", "kl", collapse, patience=1, at_once=True),
     Rule("kl", "kl", kl, patience=3, at_once=True),
-    Rule("kl_ranks", "kl_rank_max / kl_rank_min", kl_ranks, patience=20, relative=True),
     Rule("kl_outliers", "kl_std / kl", kl_outliers, patience=3),
     Rule("entropy_floor", "entropy", below("entropy", lambda _, at: at["entropy_floor"]), patience=3),
     Rule("entropy_collapse", "entropy", entropy_collapse, patience=10, relative=True),
