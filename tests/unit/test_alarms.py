@@ -56,7 +56,6 @@ BREAKS: dict[str, tuple[Row, int]] = {
     "advantages": ({"advantage_bias": 0.3}, 1),
     "decoded_text": ({"text_unlike_ids": 0.1}, 1),
     "reward_failing": ({"rewards/judge/failed_fraction": 0.3}, 3),
-    "surprise": ({"surprise": 0.8}, 10),
     "entropy_collapse": ({"entropy": 0.1, "surprise": 0.1}, 10),
     "entropy_rise": ({"entropy": 1.8, "surprise": 1.8}, 3),
     "one_token": ({"top_token_share": 0.7}, 3),
@@ -188,10 +187,10 @@ def test_a_kl_before_any_update_is_told_at_once(gap: float, cause: str) -> None:
     assert [(alarm.alarm, alarm.step, alarm.cause) for alarm in found] == [("kl_at_start", 1, cause)]
 
 
-def test_a_filter_that_the_run_asked_for_is_no_surprise() -> None:
-    rows = [{"surprise": 0.9}] * 12
-    assert [alarm.cause for alarm in told(Alarms(Watch()), rows)] == ["filtered_sampling"]
-    assert told(Alarms(Watch(), filtered=True), rows) == []
+def test_a_surprise_of_chosen_completions_is_no_alarm() -> None:
+    """Without the truncated ones, or those that nobody scored, what is read is likelier than what was sampled. Whether
+    a filter is at work, the doctor says from the rollouts."""
+    assert told(Alarms(Watch(on_alarm="stop")), [{"surprise": 0.45}] * 40) == []
 
 
 @pytest.mark.parametrize(("scored", "cause"), [(1.2, "kl_outside_response"), (0.8, "end_not_trained")])

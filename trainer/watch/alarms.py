@@ -15,7 +15,7 @@ REPEATED_EVERY = 50
 CLEARED_AFTER = 10
 """Steps in a row within the limit that end an alarm."""
 UNMENDED = (
-    *("garbled_from_start", "kl_at_start", "sampling_gap", "scored_tokens", "surprise"),
+    *("garbled_from_start", "kl_at_start", "sampling_gap", "scored_tokens"),
     *("advantages", "decoded_text", "reward_failing", "memory"),
 )
 """Alarms of what older weights have as well: a rollback is none of their answers."""
@@ -84,9 +84,6 @@ class Alarms:
     settings: Watch
     replays: bool = False
     """Rollouts are recorded ones: another policy has sampled them, so the gap to it is no sign."""
-    filtered: bool = False
-    """The run's own settings filter what is sampled (top-p, top-k, min-p, a penalty), so that it is likelier or less
-    likely than the policy's own distribution."""
     first: list[dict[str, float]] = field(default_factory=list)
     """Signals of the first steps."""
     standings: dict[str, Standing] = field(default_factory=dict)
@@ -96,7 +93,7 @@ class Alarms:
     @classmethod
     def of(cls, config: RunConfig) -> "Alarms":
         """Those of a run."""
-        return cls(config.watch, replays=bool(config.rollout.replay), filtered=config.rollout.filters)
+        return cls(config.watch, replays=bool(config.rollout.replay))
 
     def progress(self) -> dict[str, Any]:
         standings = {name: asdict(one) for name, one in self.standings.items()}
@@ -123,8 +120,7 @@ class Alarms:
 
     def look(self, step: int, row: Numbers) -> list[Alarm]:
         """What is to be told after a step; to be asked once a step, with its metrics."""
-        unsaid = {"sampling_logp_gap", "surprise"} if self.replays else {"surprise"} if self.filtered else set()
-        row = {key: value for key, value in row.items() if key not in unsaid}
+        row = {key: value for key, value in row.items() if not (self.replays and key == "sampling_logp_gap")}
         if len(self.first) < self.settings.baseline_steps:
             self.first.append(dict(row))
         begin, known = self.beginning(), len(self.first) >= self.settings.baseline_steps

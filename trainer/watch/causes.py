@@ -133,7 +133,6 @@ def suspected(alarm: str, row: Mapping[str, float], begin: Mapping[str, float]) 
 FIXED_CAUSES = {
     "garbled_from_start": "not_from_training",
     "sampling_gap": "sampling_differs",
-    "surprise": "filtered_sampling",
     "advantages": "group_layout",
     "decoded_text": "tokenizer_mismatch",
     "reward_failing": "reward_fails",

@@ -120,15 +120,6 @@ def kl_at_start(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None
     return Reading(value, SAME_KL, None, abs(value) > SAME_KL, False)
 
 
-def surprise(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
-    """Tokens drawn from p have E[-ln p] = H(p); a filter draws likelier ones, a penalty less likely ones. A temperature
-    shows in the gap, and a loss without a KL term reads groups that were chosen by their rewards."""
-    if "kl" not in row or "surprise" not in row or row.get("sampling_logp_gap", 1.0) > 0.02:
-        return None
-    off, limit = row["surprise"] - row["entropy"], max(0.05, 0.15 * row["entropy"])
-    return Reading(off, limit, None, abs(off) > limit, abs(off) < limit / 2)
-
-
 def kl(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     """Far from the reference; or not so far, and the worse for it."""
     if "kl" not in row:
@@ -209,7 +200,6 @@ RULES = (
     Rule("decoded_text", "text_unlike_ids", exactly("text_unlike_ids", 0.0), patience=1, at_once=True),
     Rule("reward_failing", "rewards/*/failed_fraction", reward_failing, patience=3, at_once=True, relative=True),
     Rule("kl_at_start", "kl at step 1", kl_at_start, patience=1, at_once=True),
-    Rule("surprise", "surprise - entropy", surprise, patience=10, at_once=True, relative=True),
     Rule("collapse", "kl", collapse, patience=1, at_once=True),
     Rule("kl", "kl", kl, patience=3, at_once=True),
     Rule("kl_outliers", "kl_std / kl", kl_outliers, patience=3),
