@@ -192,6 +192,12 @@ def test_steps_without_a_gradient_and_the_reason_of_the_end() -> None:
             "gradient_overflow",
         ),
         ("reward 'x' failed on 9 of 9 completions, more than max_unscored = 0.1 allows", "reward_fails"),
+        (
+            "reward 'x' returned nan for row 3 of prompts.jsonl; return None where the row cannot be scored",
+            "reward_fails",
+        ),
+        ("reward 'x' returned a str; expected numbers", "reward_fails"),
+        ("runs/nan/checkpoints: the checkpoint cannot be written: no space left on device", "stopped"),
         ("a guard of another kind", "stopped"),
     ):
         run = healthy()

@@ -45,11 +45,6 @@ class Rollout(Section):
         description="Directory of recorded rollouts to train on instead of sampling; recorded rewards are used.",
     )
 
-    @property
-    def filters(self) -> bool:
-        """Tokens are not drawn from the scored distribution itself."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1
-
 
 RewardKind = Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "dashcope", "ollama", "http"]
 SERVICES = ("openai", "dashscope", "dashcope", "ollama", "http")

@@ -19,7 +19,10 @@ WRONG_SIGN = (
     "weight: a higher number has to be better"
 )
 FINITE_LOSS = "every loss was finite"
-"""Of the reason for which a run is stopped (update.py: take_step)."""
+NOT_FINITE = re.compile(
+    r"the gradient norm is (nan|inf)|step of gradient norm (nan|inf)|logits of .* hold NaN or infinity"
+)
+"""Of the reasons for which a run is stopped (update.py: take_step; engine.py: step; rollout/sampling.py)."""
 PARTS_OF_TOKENIZER = (
     "garble/word_marks",
     "garble/raw_bytes",
@@ -51,7 +54,9 @@ def end_of_run(run: Recorded) -> Verdict:
     refused = [row for row in run.metrics if "lr" in row and "grad_norm" not in row]
     lossless = sum("loss" not in row for row in refused)
     evidence = {"steps_without_gradient": len(refused), "of_them_without_loss": lossless}
-    if state == "stopped" and re.search(r"\b(nan|inf|infinity)\b", reason, re.IGNORECASE):
+    if state == "stopped" and reason.startswith("reward "):  # whatever it says behind that, nan, a path, a question
+        return [Finding("reward_fails", 0.9, {"state": state, "reason": reason})]
+    if state == "stopped" and NOT_FINITE.search(reason):
         by_gradient = "gradient norm" in reason
         cause = "non_finite" if not by_gradient else "gradient_overflow" if FINITE_LOSS in reason else "loss_overflow"
         return [Finding(cause, 0.95, {"reason": reason, **evidence})]
@@ -59,8 +64,7 @@ def end_of_run(run: Recorded) -> Verdict:
         cause = "loss_overflow" if lossless > len(refused) / 2 else "gradient_overflow"
         return [Finding(cause, 0.8, {**evidence, "first": refused[0]["step"]})]
     if state in ("stopped", "lost"):
-        cause = "reward_fails" if "max_unscored" in reason else "stopped"
-        return [Finding(cause, 0.9 if cause == "reward_fails" else 0.5, {"state": state, "reason": reason})]
+        return [Finding("stopped", 0.5, {"state": state, "reason": reason})]
     step = run.metrics[-1]["step"] if run.metrics else 0
     return f"{state or 'no status'}, {step} steps recorded, every gradient finite" if run.metrics else ""
 

@@ -15,10 +15,13 @@ REPEATED_EVERY = 50
 CLEARED_AFTER = 10
 """Steps in a row within the limit that end an alarm."""
 UNMENDED = (
-    *("garbled_from_start", "kl_at_start", "sampling_gap", "scored_tokens", "surprise"),
+    *("garbled_from_start", "kl_at_start", "sampling_gap", "scored_tokens"),
     *("advantages", "decoded_text", "reward_failing", "memory"),
 )
 """Alarms of what older weights have as well: a rollback is none of their answers."""
+AT_ONCE = 3
+"""Patience (steps) of rules whose first step past the limit speaks against a checkpoint already. Those that wait longer
+are past it now and then in any run."""
 UNFINISHED = ("garble_rate", "kl_at_step_1", "reward_mean", "reward_std")
 """What rules read of a beginning that is not over: its first step's, since medians of two steps would move under the
 alarm."""
@@ -81,9 +84,6 @@ class Alarms:
     settings: Watch
     replays: bool = False
     """Rollouts are recorded ones: another policy has sampled them, so the gap to it is no sign."""
-    filtered: bool = False
-    """The run's own settings filter what is sampled (top-p, top-k, min-p, a penalty), so that it is likelier or less
-    likely than the policy's own distribution."""
     first: list[dict[str, float]] = field(default_factory=list)
     """Signals of the first steps."""
     standings: dict[str, Standing] = field(default_factory=dict)
@@ -93,16 +93,20 @@ class Alarms:
     @classmethod
     def of(cls, config: RunConfig) -> "Alarms":
         """Those of a run."""
-        return cls(config.watch, replays=bool(config.rollout.replay), filtered=config.rollout.filters)
+        return cls(config.watch, replays=bool(config.rollout.replay))
 
     def progress(self) -> dict[str, Any]:
         standings = {name: asdict(one) for name, one in self.standings.items()}
         return {"first": self.first, "standings": standings, "good_step": self.good_step}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """What ``progress`` returned, also after a trip through JSON."""
+        """What ``progress`` returned, also after a trip through JSON. An alarm that ends a run, or takes it back, has
+        to be raised anew: one that stood on would never do so again."""
         self.first, self.good_step = list(progress["first"]), progress["good_step"]
         self.standings = {name: Standing(**one) for name, one in progress["standings"].items()}
+        for name, one in self.standings.items():
+            if action_of(name, self.settings) != "warn":
+                one.active, one.streak = False, 0
 
     def beginning(self) -> dict[str, float]:
         """Medians of the first steps; of garble rate and KL what the model came with, before any update. Before the
@@ -116,8 +120,7 @@ class Alarms:
 
     def look(self, step: int, row: Numbers) -> list[Alarm]:
         """What is to be told after a step; to be asked once a step, with its metrics."""
-        unsaid = {"sampling_logp_gap", "surprise"} if self.replays else {"surprise"} if self.filtered else set()
-        row = {key: value for key, value in row.items() if key not in unsaid}
+        row = {key: value for key, value in row.items() if not (self.replays and key == "sampling_logp_gap")}
         if len(self.first) < self.settings.baseline_steps:
             self.first.append(dict(row))
         begin, known = self.beginning(), len(self.first) >= self.settings.baseline_steps
@@ -146,11 +149,16 @@ class Alarms:
         return told
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step can be gone back to when no alarm stands and no signal is past its limit; what the
-        model came with speaks against none."""
-        ours = [one for name, one in self.standings.items() if name != "garbled_from_start"]
-        if not any(one.active or one.streak for one in ours):
-            self.good_step = step
+        """A checkpoint of this step can be gone back to when no alarm speaks against it. What older weights have too
+        does not, nor what is compared with the run's own beginning and asks for no more than words."""
+        for rule in RULES:
+            one = self.standings.get(rule.alarm, Standing())
+            counts = rule.alarm not in UNMENDED and not (
+                rule.relative and action_of(rule.alarm, self.settings) == "warn"
+            )
+            if counts and (one.active or (one.streak and rule.patience <= AT_ONCE)):
+                return
+        self.good_step = step
 
     def _moved(self, rule: Rule, step: int, reading: Reading) -> Literal["raised", "stands", "cleared"] | None:
         """Counts the step; what of it is to be told."""
@@ -168,14 +176,24 @@ class Alarms:
             if one.streak < rule.patience or self._is_active(SUBSUMED.get(rule.alarm)):
                 return None
             one.active, one.streak = True, 0
-        # One that comes and goes is told no more often than one that stays.
-        if step - one.told < REPEATED_EVERY or not reading.beyond:
+        # One that comes and goes is told no more often than one that stays, unless more than words follows.
+        rose = not was_active and action_of(rule.alarm, self.settings) != "warn"
+        if not reading.beyond or not (rose or step - one.told >= REPEATED_EVERY):
             return None
         one.told, one.count = step, one.count + 1
         return "stands" if was_active and one.count > 1 else "raised"
 
     def _is_active(self, alarm: str | None) -> bool:
         return alarm is not None and alarm in self.standings and self.standings[alarm].active
+
+
+Action = Literal["warn", "stop", "rollback"]
+
+
+def action_of(alarm: str, settings: Watch) -> Action:
+    """What that alarm does when it is raised."""
+    action: Action = settings.on_garble if alarm == "garble" else settings.on_alarm
+    return "warn" if action == "rollback" and alarm in UNMENDED else action
 
 
 def stopped_by(alarms: Sequence[Alarm], settings: Watch) -> str:
@@ -185,11 +203,8 @@ def stopped_by(alarms: Sequence[Alarm], settings: Watch) -> str:
 
 def rolled_back_by(alarms: Sequence[Alarm], settings: Watch) -> list[Alarm]:
     """Those that take the run back after this step."""
-    return [alarm for alarm in _asking(alarms, settings, "rollback") if alarm.alarm not in UNMENDED]
+    return _asking(alarms, settings, "rollback")
 
 
-def _asking(alarms: Sequence[Alarm], settings: Watch, action: Literal["stop", "rollback"]) -> list[Alarm]:
-    answers = {"garble": settings.on_garble}
-    return [
-        alarm for alarm in alarms if alarm.event == "raised" and answers.get(alarm.alarm, settings.on_alarm) == action
-    ]
+def _asking(alarms: Sequence[Alarm], settings: Watch, action: Action) -> list[Alarm]:
+    return [one for one in alarms if one.event == "raised" and action_of(one.alarm, settings) == action]

@@ -52,10 +52,6 @@ CAUSES: dict[str, Cause] = {
         "tokens are sampled from another distribution than the one that scores them, so every ratio is wrong",
         "look at rollout.temperature, the RoPE window, dropout, and model.dtype (bf16 differs by a few hundredths)",
     ),
-    "ranks_differ": Cause(
-        "one rank measures another KL than the others: its weights or its reference may differ",
-        "compare the weights of the ranks, and start again from a checkpoint",
-    ),
     "outliers": Cause(
         "few tokens carry most of the KL: the policy writes what the reference thinks impossible",
         "look for these tokens in the excerpt; lower optim.lr, or cut what the reward pays for them",
@@ -137,11 +133,9 @@ def suspected(alarm: str, row: Mapping[str, float], begin: Mapping[str, float]) 
 FIXED_CAUSES = {
     "garbled_from_start": "not_from_training",
     "sampling_gap": "sampling_differs",
-    "surprise": "filtered_sampling",
     "advantages": "group_layout",
     "decoded_text": "tokenizer_mismatch",
     "reward_failing": "reward_fails",
-    "kl_ranks": "ranks_differ",
     "kl_outliers": "outliers",
     "reward_kl_ratio": "pull_too_strong",
     "truncation": "runs_on",

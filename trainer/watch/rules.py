@@ -25,6 +25,9 @@ class Reading:
 SAME_KL = 5e-3
 """Nats per token between two passes of one model: k3 of log-probs that are 0.1 apart, twice the rounding of bf16."""
 
+USUAL_CLIP = 1.0
+"""Default of optim.max_grad_norm."""
+
 Read = Callable[[Numbers, Numbers, Numbers], Reading | None]
 
 
@@ -117,15 +120,6 @@ def kl_at_start(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None
     return Reading(value, SAME_KL, None, abs(value) > SAME_KL, False)
 
 
-def surprise(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
-    """Tokens drawn from p have E[-ln p] = H(p); a filter draws likelier ones, a penalty less likely ones. A temperature
-    shows in the gap, and a loss without a KL term reads groups that were chosen by their rewards."""
-    if "kl" not in row or "surprise" not in row or row.get("sampling_logp_gap", 1.0) > 0.02:
-        return None
-    off, limit = row["surprise"] - row["entropy"], max(0.05, 0.15 * row["entropy"])
-    return Reading(off, limit, None, abs(off) > limit, abs(off) < limit / 2)
-
-
 def kl(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     """Far from the reference; or not so far, and the worse for it."""
     if "kl" not in row:
@@ -163,20 +157,21 @@ def entropy_collapse(row: Numbers, begin: Numbers, limits: Numbers) -> Reading |
     return Reading(value, bottom, base, value < bottom and not gained, value > 1.5 * bottom or gained)
 
 
-def kl_ranks(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
-    """Each rank sees other completions, so one step says nothing; always the same difference does."""
-    # Each of the three is absent for itself where it is not finite.
-    if row.get("kl", 0.0) < 0.01 or row.get("kl_rank_min", 0.0) <= 0 or "kl_rank_max" not in row:
-        return None
-    ratio = row["kl_rank_max"] / row["kl_rank_min"]
-    return Reading(ratio, 3.0, None, ratio > 3, ratio < 2)
-
-
 def kl_outliers(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
     if row.get("kl", 0.0) < 1e-3 or "kl_std" not in row:
         return None
     ratio = row["kl_std"] / row["kl"]
     return Reading(ratio, limits["kl_cv"], None, ratio > limits["kl_cv"], ratio < 0.8 * limits["kl_cv"])
+
+
+def gradient(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
+    """Of a task too hard to be rewarded in its first steps there was no gradient to compare with. A norm that is
+    commonly clipped to is none to be alarmed by."""
+    if "grad_norm" not in row or not begin.get("grad_norm"):
+        return None
+    value, base = row["grad_norm"], begin["grad_norm"]
+    limit = max(USUAL_CLIP, 20 * base)
+    return Reading(value, limit, base, value > limit, value <= between(base, limit, 0.5))
 
 
 def reward_fall(row: Numbers, begin: Numbers, limits: Numbers) -> Reading | None:
@@ -205,10 +200,8 @@ RULES = (
     Rule("decoded_text", "text_unlike_ids", exactly("text_unlike_ids", 0.0), patience=1, at_once=True),
     Rule("reward_failing", "rewards/*/failed_fraction", reward_failing, patience=3, at_once=True, relative=True),
     Rule("kl_at_start", "kl at step 1", kl_at_start, patience=1, at_once=True),
-    Rule("surprise", "surprise - entropy", surprise, patience=10, at_once=True, relative=True),
     Rule("collapse", "kl", collapse, patience=1, at_once=True),
     Rule("kl", "kl", kl, patience=3, at_once=True),
-    Rule("kl_ranks", "kl_rank_max / kl_rank_min", kl_ranks, patience=20, relative=True),
     Rule("kl_outliers", "kl_std / kl", kl_outliers, patience=3),
     Rule("entropy_floor", "entropy", below("entropy", lambda _, at: at["entropy_floor"]), patience=3),
     Rule("entropy_collapse", "entropy", entropy_collapse, patience=10, relative=True),
@@ -216,7 +209,7 @@ RULES = (
     Rule("one_token", "top_token_share", above("top_token_share", one_token), patience=3),
     Rule("repetition", "repetition", against("repetition", lambda base: base + 0.3), patience=5, relative=True),
     Rule("truncation", "truncated_fraction", against("truncated_fraction", further, 0.5), patience=5, relative=True),
-    Rule("gradient", "grad_norm", against("grad_norm", lambda base: 20 * base), patience=3, relative=True),
+    Rule("gradient", "grad_norm", gradient, patience=3, relative=True),
     Rule("clipping", "clip_fraction", against("clip_fraction", further, 0.5), patience=5, relative=True),
     Rule("reward_fall", "reward_mean", reward_fall, patience=10, relative=True),
     Rule("reward_kl_ratio", "reward_kl_ratio", below("reward_kl_ratio", lambda _, at: at["reward_kl_ratio"]), 3),
