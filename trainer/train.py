@@ -158,7 +158,7 @@ def save(state: State, output: Output, checkpoints: Checkpoints) -> Path | None:
     checkpoints.keep_good(output.alarms.good_step)
     progress = state.boundary.progress | {"output": output.progress()}
     folder = checkpoints.save(step, progress, state.boundary.random_states)
-    state.rewards.forget_paid_before(step)
+    state.notes += state.rewards.forget_paid_before(step)
     return folder
 
 

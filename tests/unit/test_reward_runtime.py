@@ -544,3 +544,26 @@ def test_the_ledger_forgets_what_a_checkpoint_holds_and_outlives_a_torn_line(tmp
     assert [known.values if known else "" for known in values] == ["", "", [2 / 3], [None], [4.0]]
     last.forget_before(9)
     assert not file.exists()
+
+
+def test_scores_that_cannot_be_read_or_forgotten_end_no_rank_alone(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 0, 0)
+    ledger.keep("key", 0, calls.Scores([1.0]))
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(Path, "read_text", failing(13))
+        with pytest.raises(Stopped, match="cannot be read: Permission denied. Fix: let this user"):
+            Ledger(tmp_path, 0, 0)
+    rewards = runtime(tmp_path, "def f(completions): ...")
+    rewards.ledger = ledger
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(Path, "unlink", failing(28))
+        [note] = rewards.forget_paid_before(1)
+    assert "checkpoint of step 1" in note and "cannot be written: No space left" in note
+    assert rewards.forget_paid_before(1) == [] and not ledger.file.exists()
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail

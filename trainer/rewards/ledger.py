@@ -20,8 +20,14 @@ class Ledger:
         """``step``: rollout steps done; what was paid for before them is of no use any more."""
         self.file = run_dir / "paid" / f"rank-{rank:05d}.jsonl"
         self._open: TextIO | None = None
-        self._entries: dict[str, dict[str, Any]] = {entry["key"]: entry for entry in read_lines(self.file)}
-        if self.file.exists():
+        try:
+            self._entries: dict[str, dict[str, Any]] = {entry["key"]: entry for entry in read_lines(self.file)}
+            left = self.file.exists()
+        except OSError as error:
+            raise self._cannot(
+                error, "read", f"let this user read it, or delete it and pay for step {step + 1} again"
+            ) from None
+        if left:
             self.forget_before(step)  # also the half of a line that a kill has left
 
     @staticmethod
@@ -81,5 +87,5 @@ class Ledger:
         except OSError as error:
             raise self._cannot(error) from None
 
-    def _cannot(self, error: OSError) -> Stopped:
-        return Stopped(f"{self.file}: scores that were paid for cannot be written: {error.strerror}. Fix: make room.")
+    def _cannot(self, error: OSError, what: str = "written", fix: str = "make room") -> Stopped:
+        return Stopped(f"{self.file}: scores that were paid for cannot be {what}: {error.strerror}. Fix: {fix}.")
