@@ -137,7 +137,7 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
     together(world, lambda: output.begin(goes_on=goes_on))
     if goes_on and world.is_main:
         checkpoints.store.tidy(state.step)
-    state.rewards.ledger = Ledger(output.path, world.rank, ranks=world.size)
+    state.rewards.ledger = together(world, lambda: Ledger(output.path, world.rank, ranks=world.size))
     begun.append(Run(state, output, checkpoints))
     interrupts.defer()
     train(state, output, checkpoints)

@@ -10,9 +10,10 @@ import pytest
 from tests.service_stub import MODEL, Stub
 from tests.tiny import tiny_tokenizer
 from tests.unit.test_services import completions, section
+from trainer.config.grpo import Reward
 from trainer.errors import Refused
 from trainer.preflight import paid_probe
-from trainer.preflight.probe import probe_rewards
+from trainer.preflight.probe import Probes, probe_rewards
 from trainer.rewards.runtime import RewardRuntime
 from trainer.rewards.services import judge
 from trainer.rewards.services.budget import Budget, bytes_as_units, shorten, tokens_of
@@ -199,3 +200,28 @@ def test_a_probe_is_paid_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         probe_rewards(RewardRuntime([failed], Path()), prompts, tiny_tokenizer(), Lengths(8, 8))
         assert len(stub.asked) == before + paid, "a failure is not kept"
     assert MODEL not in "".join(file.read_text() for file in paid_probe._folder().iterdir())
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(37, "No locks available")
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("without", ["locks", "home"])
+def test_a_probe_needs_no_cache(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if without == "locks":
+        monkeypatch.setattr("fcntl.flock", no_locks)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+    with Stub() as stub:
+        probes = probed(section("openai", stub.address))
+    assert list(probes.scores["judge"].values()) == [0.7, 0.7] and not probes.errors
+
+
+def probed(*rewards: Reward) -> Probes:
+    prompts = [row.prompt for row in completions(1)]
+    return probe_rewards(RewardRuntime(rewards, Path()), prompts, tiny_tokenizer(), Lengths(8, 8))

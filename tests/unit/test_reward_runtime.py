@@ -557,3 +557,26 @@ def test_the_ledgers_of_all_ranks_are_known_on_any_number_of_them(tmp_path: Path
     fewer[0].forget_before(4)  # a checkpoint without that step: nothing is lost
     assert [file.name for file in sorted((tmp_path / "paid").iterdir())] == ["rank-00000.jsonl", "rank-00001.jsonl"]
     assert Ledger(tmp_path, 0, ranks=1).known("key 2") is not None
+
+
+def test_scores_that_cannot_be_read_or_forgotten_end_no_rank_alone(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 0, ranks=1)
+    ledger.keep("key", 0, calls.Scores([1.0]))
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(Path, "read_text", failing(13))
+        with pytest.raises(Stopped, match=r"cannot be read: Permission denied\. Fix: let this user"):
+            Ledger(tmp_path, 0, ranks=1)
+    rewards = runtime(tmp_path, "def f(completions): ...")
+    rewards.ledger = ledger
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(Path, "unlink", failing(28))
+        [note] = rewards.forget_paid_before(1)
+    assert "checkpoint of step 1" in note and "cannot be written: No space left" in note
+    assert rewards.forget_paid_before(1) == [] and not ledger.file.exists()
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail

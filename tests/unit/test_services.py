@@ -245,6 +245,40 @@ def test_a_reply_that_quotes_the_key_is_not_repeated() -> None:
     assert "no: [key]" in said and KEY not in said
 
 
+QUOTING = {
+    "no field": '{"error": "Incorrect API key provided: KEY"}',
+    "a long way in": '{"error": "PAD KEY"}',
+    "no number": '{"scores": [{"id": "0", "score": "KEY"}]}',
+    "an unknown id": '{"scores": [{"id": "KEY", "score": 1}]}',
+    "no list": '{"scores": "KEY"}',
+    "no score": '{"choices": [{"message": {"content": null, "refusal": "KEY"}}]}',
+    "no verdict": '{"choices": [{"message": {"content": "KEY"}}]}',
+    "another verdict": '{"choices": [{"message": {"content": "{\\"score\\": \\"KEY\\"}"}}]}',
+}
+
+
+@pytest.mark.parametrize("name", ["openai", "http"])
+@pytest.mark.parametrize("key", [KEY, "canary/with+a/slash", "sk-canary-of-another-account"])
+@pytest.mark.parametrize("reply", QUOTING.values(), ids=QUOTING)
+def test_no_reply_of_200_leads_to_the_key(name: str, key: str, reply: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not key.startswith("sk-"):
+        monkeypatch.setenv("JUDGE_KEY", key)
+    written = key.replace("/", r"\/") if "verdict" not in reply else key
+    with Stub() as stub:
+        told = reply.replace("PAD", "x" * 100).replace("KEY", written)
+        monkeypatch.setattr(stub, "_reply", lambda *_: (200, told))
+        said = "\n".join(ask(section(name, stub.address), completions(1)).messages)
+    assert "unscored" in said and "canary" not in said
+
+
+def test_a_key_that_is_an_ordinary_word_leaves_replies_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "0")
+    rows = completions(1)
+    with Stub(value="10") as stub:
+        ask(section("openai", stub.address), rows)
+    assert rows[0].reward == 1.0
+
+
 def test_f22_an_open_circuit_spares_the_service_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Down for a while: after five calls nobody is asked; then one call is made, and the others wait for it."""
     rows = completions(40)

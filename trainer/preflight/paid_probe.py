@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -16,6 +16,10 @@ from trainer.config.grpo import Reward
 
 KEPT_S = 3600.0
 """Short, since a key may be withdrawn or a server stopped meanwhile."""
+
+
+NO_CACHE = (OSError, RuntimeError)
+"""What a folder that cannot be used raises, and pathlib of a user without a home."""
 
 
 class Kept(TypedDict):
@@ -27,16 +31,13 @@ class Kept(TypedDict):
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """The ranks of one host ask one after another, so that the first one pays. Without a cache they all do."""
-    try:
-        folder = _folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (folder / "lock").open("w")
-    except OSError:
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """The ranks of one host ask one after another, so that the first one pays. All do where the user has no home, or
+    one whose file system knows no locks."""
+    with ExitStack() as held:
+        with suppress(*NO_CACHE):
+            folder = _folder()
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fcntl.flock(held.enter_context((folder / "lock").open("w")), fcntl.LOCK_EX)
         yield
 
 
@@ -44,18 +45,18 @@ def known(section: Reward, completions: Sequence[Completion]) -> Kept | None:
     try:
         kept: Kept = json.loads(_file(section, completions).read_text("utf-8"))
         return kept if 0 <= time.time() - kept["at"] < KEPT_S else None
-    except (OSError, ValueError, KeyError, TypeError):  # never kept, or damaged
+    except (*NO_CACHE, ValueError, KeyError, TypeError):  # never kept, or damaged
         return None
 
 
 def keep(section: Reward, completions: Sequence[Completion], values: list[float | None]) -> None:
     """Numbers alone, no text of the data and no key."""
-    file = _file(section, completions)
     try:
+        file = _file(section, completions)
         beside = file.with_suffix(f".{os.getpid()}")
         beside.write_text(json.dumps(Kept(values=values, at=time.time())), "utf-8")
         os.replace(beside, file)
-    except OSError:  # then the next one pays again
+    except NO_CACHE:  # then the next one pays again
         return
 
 

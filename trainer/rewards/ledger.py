@@ -22,7 +22,12 @@ class Ledger:
         self.file = run_dir / "paid" / f"rank-{rank:05d}.jsonl"
         self._open: TextIO | None = None
         files = sorted(self.file.parent.glob("rank-*.jsonl"))
-        self._entries: dict[str, dict[str, Any]] = {entry["key"]: entry for one in files for entry in read_lines(one)}
+        try:
+            self._entries: dict[str, dict[str, Any]] = {
+                entry["key"]: entry for one in files for entry in read_lines(one)
+            }
+        except OSError as error:
+            raise self._cannot(error, "read", "let this user read it, or delete it and pay again") from None
         gone = [one for one in files if int(one.stem.removeprefix("rank-")) >= ranks]
         self._of_lost_ranks = gone if rank == 0 else []
 
@@ -90,5 +95,5 @@ class Ledger:
             os.fsync(file.fileno())
         os.replace(beside, self.file)
 
-    def _cannot(self, error: OSError) -> Stopped:
-        return Stopped(f"{self.file}: scores that were paid for cannot be written: {error.strerror}. Fix: make room.")
+    def _cannot(self, error: OSError, what: str = "written", fix: str = "make room") -> Stopped:
+        return Stopped(f"{self.file}: scores that were paid for cannot be {what}: {error.strerror}. Fix: {fix}.")

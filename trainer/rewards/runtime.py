@@ -161,10 +161,18 @@ class RewardRuntime:
         }
         return {name: hashlib.sha256(file.read_bytes()).hexdigest() for file, name in names.items()}
 
-    def forget_paid_before(self, step: int) -> None:
-        """A checkpoint holds the first ``step`` steps: their scores need not be kept any more."""
-        if self.ledger is not None:
-            self.ledger.forget_before(step)
+    def forget_paid_before(self, step: int) -> list[str]:
+        """A checkpoint holds the first ``step`` steps: their scores need not be kept any more.
+
+        In words why they still are, where they cannot be forgotten: that costs room and nothing else, and what ends
+        this rank here would leave the others waiting.
+        """
+        try:
+            if self.ledger is not None:
+                self.ledger.forget_before(step)
+        except Stopped as failed:
+            return [f"after the checkpoint of step {step}: {failed}"]
+        return []
 
     @staticmethod
     def settings_of(section: Reward) -> str:

@@ -21,6 +21,8 @@ from trainer.rewards.services.replies import parsed
 
 LARGEST_REPLY = 4 * 2**20
 """Bytes. Replies are a few hundred; what a server says of a model is tens of thousands."""
+SHORTEST_KEY = 8
+"""Characters. A shorter one ("EMPTY", as local servers want) may be a word or a number of any reply."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
 AGAIN = frozenset({408, 409, 429, *range(500, 600)})
 HOPELESS = frozenset({401, 402, 403, 404, 405, 413, 422})
@@ -95,7 +97,7 @@ class Http:
         content = None if body is None else json.dumps(body, ensure_ascii=False, default=str).encode("utf-8", "replace")
         try:
             async with self._open().stream(method, url, content=content, headers=self._headers()) as reply:
-                told = await self._read(reply, url)
+                told = self._without_key(await self._read(reply, url))
         except httpx2.TransportError as error:
             raise Again(f"{url}: {_reason(error)}") from None
         except httpx2.HTTPError as error:
@@ -177,6 +179,15 @@ class Http:
         else:
             advice = f"no further call would do better. {body}"
         return Stopped(f"{self.label}: {answered}: {advice}")
+
+    def _without_key(self, told: bytes) -> bytes:
+        """A reply, whatever its status, may quote the key, and what is read of it stands in messages: cut, too."""
+        key = os.environ.get(self.key_env, "").strip() if self.key_env else ""
+        if len(key) < SHORTEST_KEY:
+            return told
+        for form in (key, key.replace("/", r"\/")):  # as some servers write JSON
+            told = told.replace(form.encode(), b"[key]")
+        return told
 
     def _quoted(self, told: bytes) -> str:
         """The beginning of a reply, safe to print, without the key."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.errors import redacted
 from trainer.rewards.services.breaker import ServiceError
 
 
@@ -80,8 +81,8 @@ def _each(value: Any, low: float, high: float) -> float | ServiceError:
 
 
 def shown(value: Any) -> str:
-    """A piece of a reply for a message, of one line."""
-    return f"{value!r:.120}"
+    """A piece of a reply for a message, of one line; redacted before it is cut, since half a key is not seen as one."""
+    return f"{redacted(repr(value)):.120}"
 
 
 def _dotted(path: Sequence[str | int]) -> str:
