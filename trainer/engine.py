@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.config.sections import Optim
 from trainer.errors import Refused, Stopped
-from trainer.untouched import exact_buffers, without_frozen
+from trainer.untouched import exact_buffers, outlived, without_frozen
 from trainer.world import World
 
 
@@ -123,10 +123,15 @@ class ZeroEngine:
 
     def save(self, folder: Path) -> None:
         """This rank's optimizer shard, and the trained weights, into ``folder``. A collective. Frozen weights stay
-        out."""
-        self._engine.save_checkpoint(
-            str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
-        )
+        out. OSError where the disk refuses on this rank, when the others no longer wait for it."""
+        refused: list[OSError] = []
+        engine = self._engine
+        with outlived(engine.checkpoint_engine, "save", refused), outlived(engine, "_copy_recovery_script", refused):
+            engine.save_checkpoint(
+                str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=True
+            )
+        if refused:
+            raise refused[0]
 
     def load(self, folder: Path) -> bool:
         """What ``save`` wrote, into an engine between two steps, of as many ranks and the same stage.

@@ -1,5 +1,4 @@
-"""What a run writes and says: files and terminal, both from rank 0. Every rank calls, since rows come from all of
-them."""
+"""What a run writes and says: files and terminal, both from rank 0. Every rank calls, since rows come from all."""
 
 import os
 import socket
@@ -38,6 +37,8 @@ from trainer.watch.signals import evidence, garble_of_row, in_words
 
 KL_LINE_EVERY = 100
 """Steps between lines with the spread of the KL, as the user's document prints them."""
+
+Rows = list[dict[str, Any]]
 
 
 class Output:
@@ -129,14 +130,18 @@ class Output:
 
     def step(self, metrics: dict[str, float], completions: Sequence[Completion]) -> list[Alarm]:
         """Metrics, rollouts, samples and alarms of the step that was just done."""
-        self._records(metrics, completions)
-        alarms = self.alarms.look(self.state.step, metrics)
-        if alarms:  # on all ranks alike: they have the same metrics
-            shown = evidence(completions, self.state.policy.tokenizer, self.world)
-            for alarm in alarms if self.world.is_main else ():
+        rows, histogram = self._gathered(metrics, completions)
+        alarms = self.alarms.look(self.state.step, metrics)  # alike on all ranks, which have the same metrics
+        shown = evidence(completions, self.state.policy.tokenizer, self.world) if alarms else {}
+
+        def write() -> None:
+            self._records(metrics, rows, histogram)
+            for alarm in alarms:
                 self.directory.append_alarm(alarm.record() | {"evidence": shown})
                 self.state.notes += self.trackers.log({f"alarm/{alarm.alarm}": float(alarm.count)}, alarm.step)
                 say(printable(self._said_of(alarm, shown)))
+
+        self.world.write_on_main(self.path, write)
         return alarms
 
     def _said_of(self, alarm: Alarm, shown: dict[str, Any]) -> str:
@@ -149,28 +154,27 @@ class Output:
         self.explained[alarm.cause] = (alarm.alarm, alarm.step)
         return f"{alarm.line()} {in_words(shown)}"
 
-    def _records(self, metrics: dict[str, float], completions: Sequence[Completion]) -> None:
+    def _gathered(self, metrics: dict[str, float], completions: Sequence[Completion]) -> tuple[Rows, list[int]]:
+        """Rows and KL histogram of all ranks, where this step's are wanted."""
         step, log = self.state.step, self.config.log
-        self.seconds.append(sum(value for name, value in metrics.items() if name.startswith("seconds_")))
-        wanted = (log.rollouts_every and step % log.rollouts_every == 0) or (
-            log.samples_every and step % log.samples_every == 0
-        )
-        rows: list[dict[str, Any]] = []
-        if wanted:
+        rows: Rows = []
+        if any(every and step % every == 0 for every in (log.rollouts_every, log.samples_every)):
             for part in self.world.gather_objects([row(completion, step) for completion in completions]):
                 rows += part
         counts = self.state.kl_histogram.take()
-        with_histogram = log.histogram_every and step % log.histogram_every == 0 and "kl" in metrics
-        if with_histogram:
-            counts = [int(count) for count in self.world.all_reduce_sum(counts)]
-        if not self.world.is_main:
-            return
+        if not (log.histogram_every and step % log.histogram_every == 0 and "kl" in metrics):
+            return rows, []
+        return rows, [int(count) for count in self.world.all_reduce_sum(counts)]
+
+    def _records(self, metrics: dict[str, float], rows: Rows, histogram: list[int]) -> None:
+        step, log = self.state.step, self.config.log
+        self.seconds.append(sum(value for name, value in metrics.items() if name.startswith("seconds_")))
         self.directory.append_metrics({"step": step, **metrics})
         self.state.notes += self.trackers.log(metrics, step)
         if log.rollouts_every and step % log.rollouts_every == 0:
             self.directory.write_rollouts(step, rows)
-        if with_histogram:
-            self._histogram(kl_histogram.record(step, counts, metrics))
+        if histogram:
+            self._histogram(kl_histogram.record(step, histogram, metrics))
         limit = self.config.rollout.max_new_tokens
         self.state.notes += self.first_steps.notes(metrics, max_new_tokens=limit, ends=self._ends())
         for note in self._untold():
@@ -192,18 +196,20 @@ class Output:
     def evaluation(self, result: Evaluation) -> None:
         """Keeps a held-out evaluation, with the mean reward of every prompt."""
         self.evaluations.append(result)
-        if self.world.is_main:
-            self.directory.write_evaluation(result.step, result.record())
-            means = {"eval/reward_sampled": result.sampled.mean, "eval/reward_greedy": result.greedy.mean}
-            means |= {f"eval/pass_at_{k}": score.mean for k, score in result.total.pass_at.items()}
-            self.state.notes += self.trackers.log(means, result.step)
-            k, passed = max(result.total.pass_at.items())
-            say(
-                f"held-out, step {result.step}: reward "
-                f"{with_error(result.sampled.mean, result.sampled.stderr)} sampled, "
-                f"{with_error(result.greedy.mean, result.greedy.stderr)} greedy"
-                + (f"; pass@{k} {with_error(passed.mean, passed.stderr)}" if k > 1 else "")
-            )
+        self.world.write_on_main(self.path, lambda: self._evaluation(result))
+
+    def _evaluation(self, result: Evaluation) -> None:
+        self.directory.write_evaluation(result.step, result.record())
+        means = {"eval/reward_sampled": result.sampled.mean, "eval/reward_greedy": result.greedy.mean}
+        means |= {f"eval/pass_at_{k}": score.mean for k, score in result.total.pass_at.items()}
+        self.state.notes += self.trackers.log(means, result.step)
+        k, passed = max(result.total.pass_at.items())
+        say(
+            f"held-out, step {result.step}: reward "
+            f"{with_error(result.sampled.mean, result.sampled.stderr)} sampled, "
+            f"{with_error(result.greedy.mean, result.greedy.stderr)} greedy"
+            + (f"; pass@{k} {with_error(passed.mean, passed.stderr)}" if k > 1 else "")
+        )
 
     def exported(self, target: Path) -> None:
         """The closing words: what was gained, where it lies, how to load it."""
@@ -227,8 +233,11 @@ class Output:
 
     def end(self, state: RunState, exit_code: int, reason: str) -> None:
         """The last word in run_status.json."""
-        if self.world.is_main:
-            self._status(state, exit_code, reason)
+        try:
+            if self.world.is_main:
+                self._status(state, exit_code, reason)
+        except OSError as error:  # a full disk, which may be why the run ends
+            say(f"run_status.json cannot be written: {error}")
 
     def end_alone(self, exit_code: int, reason: str) -> None:
         """The same from a rank that stops alone, before it lets the others know by leaving."""
@@ -241,7 +250,7 @@ class Output:
             pid=os.getpid(),
         )
 
-    def _samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def _samples(self, step: int, rows: Rows) -> None:
         tokenizer = self.state.policy.tokenizer
         samples = [(label, one | {"garble": garble_of_row(one, tokenizer)}) for label, one in picked(rows)]
         lines = sample_lines(samples, lambda ids: str(tokenizer.decode(ids)))

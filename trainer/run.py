@@ -184,7 +184,7 @@ def _close(run: Run, end: RunEnd) -> None:
         if folder := save(run.state, run.output, run.checkpoints):
             where = f"saved {folder}; go on with --resume auto"
     except RunEnd as failed:
-        where = f"not saved: {failed}; {where}"
+        where = f"not saved{'' if str(failed) == str(end) else f': {failed}'}; {where}"
     except (RuntimeError, MemoryError) as failed:
         if not asked_of_memory(failed):
             raise

@@ -1,4 +1,4 @@
-"""What of a module DeepSpeed would change or save, and must not."""
+"""Where DeepSpeed would change or save what it must not, or leave its ranks waiting."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+DISK = ("inline_container", "PytorchStreamWriter", "iostream")
+"""Of torch's words for a full disk; neither disk nor path are among them."""
 
 
 @contextmanager
@@ -30,3 +33,26 @@ def without_frozen(module: nn.Module) -> Callable[..., None]:
             del state[name]
 
     return drop
+
+
+@contextmanager
+def outlived(owner: Any, name: str, refused: list[OSError]) -> Iterator[None]:
+    """``owner.name`` writes. What the disk refuses is noted, so that this rank comes to the collectives behind it."""
+    write = getattr(owner, name)
+
+    def attempt(*arguments: Any, **named: Any) -> None:
+        try:
+            write(*arguments, **named)
+        except OSError as error:
+            refused.append(error)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in DISK):
+                raise
+            path, said = named.get("path", *arguments[-1:]), str(error).splitlines()[0]
+            refused.append(OSError(f"{path}: a write failed, as on a full disk (torch: {said})"))
+
+    setattr(owner, name, attempt)
+    try:
+        yield
+    finally:
+        setattr(owner, name, write)

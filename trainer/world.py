@@ -3,17 +3,19 @@
 import io
 import os
 import pickle
+import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainer import heartbeat
-from trainer.errors import Lost, Refused, RunEnd
+from trainer.errors import Lost, Refused, RunEnd, Stopped
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,18 @@ class World:
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def write_on_main(self, folder: Path, write: Callable[[], None]) -> None:
+        """``write()`` into ``folder`` on rank 0; where the disk refuses, all ranks are Stopped. A collective, with none
+        in ``write``."""
+        error = None
+        try:
+            if self.is_main:
+                write()
+        except OSError as failed:
+            free = shutil.disk_usage(folder).free / 1e6
+            error = Stopped(f"{folder}: cannot be written: {failed} ({free:.2f} MB are free). Fix: make room.")
+        self.agree(error)
 
     def agree(self, error: RunEnd | None) -> None:
         """All ranks end alike: raises the lowest rank's error on every rank, or returns on every rank.

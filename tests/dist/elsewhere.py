@@ -99,6 +99,8 @@ def run(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
         found = resume.find(str(folder / source), folder / cell["name"])
         assert found is not None
         notes = resume.check_run(found, state.facts, ("engine.deepspeed",))
+        if cell["r"] == 0:
+            step(state)  # as after a rollback: what the engine holds is replaced, and not only begun with
         state.restore(resume.restore(found.path, state.engine, world, state.facts))
     else:
         while state.step < BEFORE:

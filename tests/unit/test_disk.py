@@ -1,6 +1,11 @@
 """The bytes of a checkpoint by formula, beside those of real ones; and whether there is room for them."""
 
+import os
+import re
+import shutil
+import subprocess
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +14,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.tiny import TINY
 from tests.tiny_run import run_config, start, step, write_run
+from trainer.checkpoint import manifest
 from trainer.checkpoint.export import write_weights
-from trainer.errors import Refused
+from trainer.checkpoint.save import Checkpoints
+from trainer.errors import Refused, Stopped
+from trainer.output import Output
 from trainer.plan.on_disk import Parameters, checkpoint_bytes
 from trainer.preflight.disk import room_for_checkpoints
 from trainer.world import World
@@ -51,6 +59,69 @@ def test_a_checkpoint_has_the_bytes_of_the_formula(
     said = checkpoint_bytes(parameters, stage=stage, optimizer=optimizer)
     found = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert said == pytest.approx(found, rel=0.04)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of 32 MiB."""
+    if os.geteuid():
+        pytest.skip("to mount a small disk takes root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk: Path, left: int) -> None:
+    """Until ``left`` bytes are free."""
+    (disk / "filler").unlink(missing_ok=True)
+    (disk / "filler").write_bytes(b"0" * (shutil.disk_usage(disk).free - left))
+
+
+def test_f12_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(
+    folder: Path, small_disk: Path, world: World
+) -> None:
+    """Wherever in a save it gets full: nothing of it stays, and with room again the next one is whole."""
+    settings = {"engine.deepspeed": "zero2", "lora.r": 128, "optim.name": "adamw", "optim.lr": 1e-4}
+    state = start(folder, world, settings | {"run.dir": str(small_disk / "out")})
+    try:
+        output = Output(state)
+        output.begin(goes_on=False)
+        checkpoints = Checkpoints(state.config, state.policy, state.engine, world, state.facts, "run")
+
+        def save(step: int) -> Path:
+            return checkpoints.save(step, {"step": step}, {})
+
+        fill(small_disk, 1_000_000)
+        with pytest.raises(Stopped, match=r"a checkpoint needs \d+\.\d\d MB, and 1\.00 MB are free"):
+            save(1)  # the first one, by formula
+        (small_disk / "filler").unlink()
+        first = save(1)
+        size = checkpoints.bytes
+        fill(small_disk, size // 2)
+        with pytest.raises(Stopped, match=rf"out/checkpoints: a checkpoint needs {size / 1e6:.2f} MB, and .* are free"):
+            save(2)
+        checkpoints.bytes = 1  # as if the room went while it was written
+        for left in (0.02, 0.1, 0.5, 0.8, 0.95, 0.995):
+            fill(small_disk, int(size * left))
+            with pytest.raises(Stopped, match="cannot be written") as stop:
+                save(2)
+            message = str(stop.value)
+            assert str(small_disk / "out/checkpoints") in message, message
+            assert re.search(r"a checkpoint needs 0\.00 MB; .* MB were free when it began, .* MB are now", message), (
+                message
+            )
+            assert {path.name for path in (small_disk / "out/checkpoints").iterdir()} == {"latest", first.name}
+        assert manifest.verify(first).step == 1
+        (small_disk / "metrics-filler").write_bytes(b"0" * shutil.disk_usage(small_disk).free)
+        state.step = 1
+        with pytest.raises(Stopped, match=r"out: cannot be written: .*No space left"):
+            output.step({}, [])
+        (small_disk / "filler").unlink()
+        assert manifest.verify(save(2)).step == 2
+    finally:
+        state.engine.close()
 
 
 @pytest.mark.parametrize(("free", "outcome"), [(99, "refused"), (399, "warned"), (400, "enough")])

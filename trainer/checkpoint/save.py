@@ -5,6 +5,7 @@ is used. A run killed at any moment leaves the checkpoints of before, and at mos
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from trainer.config import RunConfig, dump
 from trainer.engine import ZeroEngine
 from trainer.errors import NoCheckpoint, RunEnd, Stopped
 from trainer.models.policy import Policy
+from trainer.plan.on_disk import Parameters, checkpoint_bytes
 from trainer.world import World
 
 T = TypeVar("T")
@@ -60,8 +62,22 @@ class Checkpoints:
 
         Stopped on every rank where the disk refuses on one; the checkpoints of before are as they were.
         """
-        folder = Path(self._agreed(lambda: str(self._begin(step)) if self.world.is_main else "")[0])
-        self.engine.save(folder / "deepspeed")
+        free, folder = self._agreed(lambda: self._begin(step) if self.world.is_main else (0, Path()))[0]
+        try:
+            self._write(folder, step, progress, random_states)
+        except Stopped as stopped:
+            room = (
+                f"a checkpoint needs {_size(self._needed())}; {_size(free)} were free when it began, "
+                f"{_size(shutil.disk_usage(self.store.path).free)} are now"
+            )
+            if self.world.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise Stopped(f"{stopped} ({room}). Fix: make room; the checkpoints of before are whole.") from stopped
+        self.saved_step = step
+        return self.store.folder(step)
+
+    def _write(self, folder: Path, step: int, progress: Mapping[str, Any], random_states: Mapping[str, Any]) -> None:
+        self._agreed(lambda: self.engine.save(folder / "deepspeed"))
         heartbeat.enter("save.after_shard")
         write_weights(self.policy, self.engine, self.world, folder)
         self._agreed(lambda: self._write_records(folder, progress, random_states))
@@ -72,16 +88,25 @@ class Checkpoints:
         shares = self._agreed(lambda: {name: manifest.measured(folder, name) for name in mine})
         files = {name: found for share in shares for name, found in share.items()}
         self._agreed(lambda: self._commit(folder, step, files) if self.world.is_main else None)
-        self.saved_step = step
-        return self.store.folder(step)
 
-    def _begin(self, step: int) -> Path:
-        if self.bytes and (free := shutil.disk_usage(self.store.path).free) < self.bytes:
+    def _begin(self, step: int) -> tuple[int, Path]:
+        """Bytes that are free, and the folder to write to."""
+        self.store.path.mkdir(parents=True, exist_ok=True)
+        free, needed = shutil.disk_usage(self.store.path).free, self._needed()
+        if free < needed:
             raise Stopped(
-                f"{self.store.path}: a checkpoint needs {self.bytes / 1e9:.1f} GB, as the last one did, and "
-                f"{free / 1e9:.1f} GB are free. Fix: make room; a smaller checkpoint.keep holds fewer of them."
+                f"{self.store.path}: a checkpoint needs {_size(needed)}, and {_size(free)} are free. Fix: make room; a "
+                "smaller checkpoint.keep holds fewer of them."
             )
-        return self.store.begin(step, self.run_id)
+        folder = self.store.begin(step, self.run_id)
+        (folder / "deepspeed").mkdir()
+        return free, folder
+
+    def _needed(self) -> int:
+        """The bytes of the last one, or of the first one by formula."""
+        trained = sum(math.prod(shape) for shape in self.facts.trained.values())
+        parameters = Parameters(trained, trained, self.policy.dtype.itemsize)
+        return self.bytes or checkpoint_bytes(parameters, stage=self.facts.zero_stage, optimizer=self.config.optim.name)
 
     def _write_records(self, folder: Path, progress: Mapping[str, Any], random_states: Mapping[str, Any]) -> None:
         _write_json(folder / random_file(self.world.rank), random_states)
@@ -102,8 +127,8 @@ class Checkpoints:
         self.store.prune(self.config.checkpoint.keep, protected)
 
     def _agreed(self, work: Callable[[], T]) -> list[T]:
-        """``work()`` of every rank, in rank order; where it fails on one, all are Stopped. It holds no collective,
-        which a rank that fails would leave the others waiting in."""
+        """``work()`` of every rank, in rank order; where it fails on one, all are Stopped. It fails in no collective,
+        which would leave the others waiting."""
         result: T | None = None
         error: RunEnd | None = None
         try:
@@ -151,6 +176,10 @@ class Checkpoints:
         self.best = folder
         if self.world.is_main:
             self.store.point("best", folder)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 def _write_json(path: Path, record: Mapping[str, Any]) -> None:
