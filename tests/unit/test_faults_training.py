@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 import trainer.train
 from tests.tiny_run import distance, ragged, replay, start, step, weights, write_run
+from trainer import heartbeat
 from trainer.errors import Refused, Stopped
 from trainer.models.policy import resolve_dtype
 from trainer.output import Output
@@ -73,6 +74,19 @@ def test_b11_the_first_loss_is_zero_and_the_gradient_is_not(folder: Path, world:
     assert abs(metrics["loss"]) < 1e-6
     assert metrics["grad_norm"] > 0.01
     assert {"reward_mean", "reward_std", "kl", "grad_norm", "loss"} <= set(metrics)
+
+
+def test_a_step_passes_its_phases_and_gets_on(folder: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, passed = start(folder, world), []
+    cells = heartbeat._cells
+    monkeypatch.setattr(heartbeat, "at_phase", lambda *phase: passed.append((*phase, cells[heartbeat.BEATS])))
+    met = cells[heartbeat.MET]
+    step(state)
+    phases = [(phase, number) for phase, number, _ in passed]
+    assert phases == [(phase, 1) for phase in ("rollout", "reward", "reference", "backward", "update")]
+    beats = dict(zip((phase for phase, _ in phases), (beats for *_, beats in passed), strict=True))
+    assert beats["reward"] - beats["rollout"] > 8, "as many as there are tokens"
+    assert cells[heartbeat.MET] - met > len(phases), "and the collectives"
 
 
 def poisoned(patch: pytest.MonkeyPatch, value: float) -> None:

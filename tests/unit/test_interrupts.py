@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from trainer import interrupts
+from trainer import heartbeat, interrupts
 from trainer.errors import Interrupted, Preempted
 
 
@@ -90,3 +90,10 @@ def test_a_process_leaves_with_its_code_and_no_finalizer_of_the_interpreter() ->
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (3, "buffered\nat exit\n", "")
+
+
+def test_a_look_for_signals_is_a_sign_of_life() -> None:
+    """Rollouts look at every token, so that a long one is not taken for a rank that hangs."""
+    before = heartbeat._cells[heartbeat.BEATS]
+    interrupts.check()
+    assert heartbeat._cells[heartbeat.BEATS] == before + 1

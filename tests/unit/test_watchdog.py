@@ -49,7 +49,7 @@ if pid:
 """
 """Two processes, the first of which starts the watchdog; ``run`` is what each does in step 7."""
 
-COLLECTIVE = "import time\n\ndef all_reduce():\n    time.sleep(60)\n"
+COLLECTIVE = "import time\n\ndef all_reduce(seconds=60):\n    time.sleep(seconds)\n"
 """Lies where torch's lie, as far as a stack shows it."""
 WAITS = "    if number == 0:\n        collective.all_reduce()\n"
 RUNS = {
@@ -73,7 +73,9 @@ RUNS = {
         heartbeat.met()
     time.sleep(60)""",
     "slow": """
-    for _ in range(8 if number else 1):
+    if number == 0:
+        collective.all_reduce(4.5)
+    for _ in range(8 * number):
         time.sleep(0.5)
         heartbeat.beat()""",
 }
