@@ -59,17 +59,17 @@ class Checkpoints:
 
         Stopped on every rank where the disk refuses on one; the checkpoints of before are as they were.
         """
-        folder = Path(self._agreed(lambda: str(self._begin(step)) if self.world.is_main else "")[0])
+        folder = Path(self.agreed(lambda: str(self._begin(step)) if self.world.is_main else "")[0])
         self.engine.save(folder / "deepspeed")
         write_weights(self.policy, self.engine, self.world, folder)
-        self._agreed(lambda: self._write_records(folder, progress, random_states))
-        lists = self._agreed(lambda: manifest.listed(folder))
+        self.agreed(lambda: self._write_records(folder, progress, random_states))
+        lists = self.agreed(lambda: manifest.listed(folder))
         # Shares of the hashing. Its end is the barrier that DeepSpeed lacks: every rank's files are on disk. All lists
         # together, since one of them may lag on a shared file system.
         mine = sorted({name for names in lists for name in names})[self.world.rank :: self.world.size]
-        shares = self._agreed(lambda: {name: manifest.measured(folder, name) for name in mine})
+        shares = self.agreed(lambda: {name: manifest.measured(folder, name) for name in mine})
         files = {name: found for share in shares for name, found in share.items()}
-        self._agreed(lambda: self._commit(folder, step, files) if self.world.is_main else None)
+        self.agreed(lambda: self._commit(folder, step, files) if self.world.is_main else None)
         self.saved_step = step
         return self.store.folder(step)
 
@@ -99,7 +99,7 @@ class Checkpoints:
         protected = {kept for kept in (self.resumed_from, self.best, self.good) if kept is not None}
         self.store.prune(self.config.checkpoint.keep, protected)
 
-    def _agreed(self, work: Callable[[], T]) -> list[T]:
+    def agreed(self, work: Callable[[], T], what: str = "the checkpoint cannot be written") -> list[T]:
         """``work()`` of every rank, in rank order; where it fails on one, all are Stopped. It holds no collective,
         which a rank that fails would leave the others waiting in."""
         result: T | None = None
@@ -109,7 +109,7 @@ class Checkpoints:
         except RunEnd as end:
             error = end
         except OSError as failed:
-            error = Stopped(f"{self.store.path}: the checkpoint cannot be written: {failed}")
+            error = Stopped(f"{self.store.path}: {what}: {failed}")
         self.world.agree(error)
         return cast(list[T], self.world.gather_objects(result))
 
@@ -125,7 +125,7 @@ class Checkpoints:
                 raise Stopped(f"the run cannot go back: {damaged}.") from damaged
             self.store.remove_after(step_of(good))
 
-        self._agreed(lambda: check_and_remove() if self.world.is_main else None)
+        self.agreed(lambda: check_and_remove() if self.world.is_main else None)
         self.saved_step = step_of(good)
         return good
 
