@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.lab_judge import judge  # noqa: E402
 from tools.lab_models import make_models  # noqa: E402
-from tools.lab_run import MODEL, run_once  # noqa: E402
+from tools.lab_run import MODEL, commit, run_once  # noqa: E402
 from tools.lab_runs import FAULTS, HEALTHY, TUNED, VARIANTS, LabRun  # noqa: E402
 from tools.lab_table import page  # noqa: E402
 
@@ -81,9 +80,9 @@ def lab(runs: Sequence[LabRun], out: Path, *, train: bool) -> list[dict[str, Any
 
 def keep(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """One run a line."""
-    commit = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     head = {
-        "commit": subprocess.run(commit, capture_output=True, text=True, check=False).stdout.strip(),
+        "judged_by": commit(),
+        "trained_by": sorted({row["commit"] for row in rows}),
         "seconds": round(sum(row["seconds"] for row in rows)),
         "tuned": TUNED,
     }

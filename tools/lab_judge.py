@@ -24,7 +24,7 @@ def judge(run: LabRun, record: Mapping[str, Any], folder: Path) -> Row:
     """One row of the results. ``folder``: that of ``run_once``."""
     row: Row = {"name": run.name, "causes": list(run.causes), "held_out": run.held_out}
     row |= {"note": run.note} if run.note else {}
-    row |= {key: record[key] for key in ("settings", "patches", "state", "seconds")}
+    row |= {key: record[key] for key in ("settings", "patches", "state", "seconds", "commit")}
     if record["state"] == "crashed":
         return row | {"reason": record["reason"]}
     if record["reason"]:
@@ -32,11 +32,10 @@ def judge(run: LabRun, record: Mapping[str, Any], folder: Path) -> Row:
     live = ranked(_findings(record["doctor"]))
     row["by_parts"] = _named(live)
     if record["state"] == "refused":
-        at_start = {"step": 0, "alarm": "refused before the first step", "cause": live[0].cause if live else ""}
-        return row | {"steps": 0, "first_alarm": at_start, "by_records": [], "named": _named(live)}
+        return row | {"steps": 0, "first_alarm": None, "by_records": [], "named": _named(live)}
     recorded = read(folder / "run")
     found = diagnose_records(recorded, run.name).findings
-    row |= {"steps": len(recorded.metrics), **_garble(recorded), **_alarms(recorded, record, found)}
+    row |= {"steps": len(recorded.metrics), **_garble(recorded), **_alarms(recorded, record, found, run.steps)}
     row |= {"by_records": _named(found), "named": _named(ranked([*found, *live]))}
     if recorded.metrics:
         last = ("reward_mean", "kl", "entropy", "garble_rate")
@@ -64,15 +63,16 @@ def _garble(recorded: Recorded) -> Row:
     }
 
 
-def _alarms(recorded: Recorded, record: Mapping[str, Any], found: list[Finding]) -> Row:
-    """Those of the rules as they are now, each by the step that first told it; a guard that ended the run is one."""
+def _alarms(recorded: Recorded, record: Mapping[str, Any], found: list[Finding], wanted: int) -> Row:
+    """Those of the rules as they are now, each by the step that first told it; a guard that ended the run is one, but
+    not an export that was refused after the last of the ``wanted`` steps."""
     machine = Alarms.of(recorded.config)
     told: dict[str, Row] = {}
     for metrics in recorded.metrics:
         for alarm in machine.look(metrics["step"], {key: float(value) for key, value in metrics.items()}):
             if alarm.event == "raised":
                 told.setdefault(alarm.alarm, {"step": alarm.step, "alarm": alarm.alarm, "cause": alarm.cause})
-    if record["state"] == "stopped":
+    if record["state"] == "stopped" and len(recorded.metrics) < wanted:
         cause = next((one.cause for one in found if "reason" in one.evidence), "")
         told["guard"] = {"step": len(recorded.metrics) + 1, "alarm": "guard", "cause": cause}
     first = min(told.values(), key=lambda one: one["step"], default=None)

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 import tomllib
@@ -32,6 +33,15 @@ LIMIT = 900
 ASKING = ("live.py", "parts.py", "probes_model.py", "probes_rollout.py", "probes_step.py")
 PROBES = hashlib.sha256(b"".join((ROOT / "trainer" / "doctor" / name).read_bytes() for name in ASKING)).hexdigest()[:12]
 """Of the code that asks, as this process has it. How answers are ranked is judged anew."""
+JUDGES = {"lab_judge.py", "lab_peers.py", "lab_table.py"}
+TRAINED_BY = hashlib.sha256(
+    b"".join(
+        file.read_bytes()
+        for file in sorted([*(ROOT / "trainer").rglob("*.py"), *(ROOT / "tools").glob("lab_*.py")])
+        if file.name not in JUDGES and file.parent.name != "doctor"
+    )
+).hexdigest()[:12]
+"""Of the code that trains."""
 PR_SET_PDEATHSIG = 1
 """Linux: a child goes with its parent."""
 
@@ -68,8 +78,8 @@ def run_once(
     """Trains, then (``doctor``) asks the same parts. Returns how it ended; ``folder/run`` is its run directory.
 
     ``settings``: of the run file by dotted key, over the demo's and ``SETTINGS``. ``folder`` holds the record as well:
-    a run that is there already, with the same settings, is not repeated;
-    the doctor is asked again when it has changed.
+    a run that is there already, with the same settings and by the same code, is not repeated; the doctor is asked again
+    when it has changed.
     """
     asked = {
         "name": name,
@@ -77,6 +87,7 @@ def run_once(
         "patches": [patch.__name__ for patch in patches],
         "steps": steps,
         "ranks": ranks,
+        "code": TRAINED_BY,
     }
     file = folder / "record.json"
     known = json.loads(file.read_text()) if file.is_file() else {}
@@ -99,6 +110,12 @@ def run_file(settings: Mapping[str, Any], steps: int, run_dir: Path) -> str:
             table = table.setdefault(part, {})
         table[last] = value
     return tomli_w.dumps(tree)
+
+
+def commit() -> str:
+    """Of the working tree, and whether it is dirty."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def import_everything() -> None:
@@ -135,7 +152,7 @@ def _train(asked: Mapping[str, Any], patches: Sequence[Patch], folder: Path) -> 
 
     _in_children(work, folder, "train.log", asked["ranks"])
     found = json.loads(end.read_text()) if end.is_file() else {"state": "crashed", "reason": _tail(folder)}
-    return found | {"seconds": round(time.perf_counter() - started, 1)}
+    return found | {"seconds": round(time.perf_counter() - started, 1), "commit": commit()}
 
 
 def _ask(patches: Sequence[Patch], folder: Path) -> dict[str, Any]:

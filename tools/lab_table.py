@@ -44,7 +44,10 @@ def times(rows: Sequence[Row]) -> str:
     lines = [_line("fault", *head)]
     lines.append(_line(*["---"] * 7))
     for row in rows:
-        first = row.get("first_alarm") or {"step": "none", "alarm": ""}
+        first = row.get("first_alarm") or {
+            "step": row.get("state", "none") if row.get("steps") == 0 else "none",
+            "alarm": "",
+        }
         garbled = [row.get("garbled_at") or "never", f"{row.get('garble_most', 0):.0%}"]
         named = [(row.get(key) or [["-"]])[0][0] for key in ("by_records", "by_parts")]
         lines.append(_line(row["name"], first["step"], first["alarm"], *garbled, *named))

@@ -193,7 +193,10 @@ def roll_back(state: State, output: Output, checkpoints: Checkpoints, alarms: Se
         raise Stopped(f"{said}\n{why} (rollbacks: {state.rollbacks}). {where_to_go_on(checkpoints)}")
     good = checkpoints.go_back()
     state.boundary = None  # until everything is put back there is nothing whole to save
-    together(world, lambda: output.go_back(step_of(good), alarms[0], rollbacks) if world.is_main else None)
+    checkpoints.agreed(
+        lambda: output.go_back(step_of(good), alarms[0], rollbacks) if world.is_main else None,
+        "the run cannot go back: its records cannot be set aside",
+    )
     progress = together(world, lambda: resume.restore(good, state.engine, world, state.facts))
     state.restore(progress)
     state.rollbacks = rollbacks

@@ -16,13 +16,15 @@ import torch
 import trainer.update
 from tests.tiny_run import ragged, start, step, weights
 from tools import lab_faults as faults
-from tools import lab_models, lab_rewards, lab_run
+from tools import lab_judge, lab_models, lab_rewards, lab_run
 from tools.collapse_lab import chosen, keep
 from tools.lab_run import Patch, run_once
 from tools.lab_runs import FAULTS, HEALTHY, VARIANTS
 from tools.lab_table import matrix, page, totals
 from trainer.batch import Completion
+from trainer.config import RunConfig
 from trainer.doctor.causes import CAUSES
+from trainer.doctor.records import Recorded
 from trainer.errors import Refused
 from trainer.world import World
 
@@ -175,6 +177,24 @@ def test_a_run_is_not_repeated_unless_it_crashed_or_differs(tmp_path: Path, monk
     once({"optim.lr": 0.2}, [faults.nan_after(1)])
     once({"optim.lr": 0.2}, [faults.nan_after(2)])
     assert done[3:] == ["trained", "asked"] * 3
+    monkeypatch.setattr(lab_run, "TRAINED_BY", "another trainer")
+    once({"optim.lr": 0.2}, [faults.nan_after(2)])
+    assert done[9:] == ["trained", "asked"]
+
+
+@pytest.mark.parametrize(("steps", "guard"), [(4, {"guard": 5}), (5, {})])
+def test_a_refused_export_is_no_alarm(steps: int, guard: dict[str, int]) -> None:
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": "x", "steps": 5},
+            "model": {"name_or_path": "m"},
+            "data": {"source": "d.jsonl"},
+            "reward": [{"name": "r", "kind": "builtin", "function": "exact_match"}],
+        }
+    )
+    recorded = Recorded(config, [{"step": step} for step in range(1, steps + 1)], {}, {}, {}, {})
+    found = lab_judge._alarms(recorded, {"state": "stopped"}, [], 5)
+    assert found["alarms"] == guard and bool(found["first_alarm"]) == bool(guard)
 
 
 def test_ranks_are_children_of_their_own(tmp_path: Path, world: World) -> None:
@@ -190,7 +210,8 @@ def test_ranks_are_children_of_their_own(tmp_path: Path, world: World) -> None:
 def test_every_run_is_one_of_its_own_and_names_real_causes() -> None:
     runs = [*FAULTS, *VARIANTS, *HEALTHY]
     assert len({run.name for run in runs}) == len(runs)
-    assert len(FAULTS) == 17 and len(HEALTHY) == 20 and all(run.held_out for run in VARIANTS)
+    assert len(FAULTS) == 17 and len(HEALTHY) == 20 and sum(run.held_out for run in VARIANTS) == 14
+    assert not any(run.held_out and run.note for run in runs), "a note says what was known beforehand"
     assert {cause for run in runs for cause in run.causes} <= set(CAUSES)
     assert not any(run.causes for run in HEALTHY) and all(run.causes for run in (*FAULTS, *VARIANTS))
     assert [run.name for run in chosen(["NaN weights", "faults"])][:2] == ["NaN weights", "KL sign inverted"]
@@ -202,7 +223,14 @@ def row(name: str, causes: list[str], named: list[str], alarm: tuple[int, str] |
     first = {"step": alarm[0], "alarm": "some", "cause": alarm[1]} if alarm else None
     found = [[cause, 0.9] for cause in named]
     alarms = {"some": alarm[0]} if alarm else {}
-    shown = {"first_alarm": first, "alarms": alarms, "by_records": found, "by_parts": [], "seconds": 1.0}
+    shown = {
+        "first_alarm": first,
+        "alarms": alarms,
+        "by_records": found,
+        "by_parts": [],
+        "seconds": 1.0,
+        "commit": "abc",
+    }
     return {"name": name, "causes": causes, "held_out": False, "named": found, **shown, **more}
 
 
@@ -228,7 +256,7 @@ def test_tables(tmp_path: Path) -> None:
     assert "| d | - | warn X at 3 | - |" in page(rows)
     keep(rows, tmp_path / "kept.json")
     kept = json.loads((tmp_path / "kept.json").read_text())
-    assert kept["seconds"] == 5 and kept["runs"] == rows
+    assert kept["seconds"] == 5 and kept["runs"] == rows and kept["trained_by"] == ["abc"]
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ from trainer.errors import Stopped
 from trainer.measure import step_metrics
 from trainer.output import Output
 from trainer.record.metrics import Sums
+from trainer.record.run_dir import RunDirectory
 from trainer.report.read import read_run
 from trainer.state import State
 from trainer.train import roll_back, save, train
@@ -235,6 +236,33 @@ def test_a_checkpoint_that_is_damaged_is_not_gone_back_to(taught: Path, world: W
     with pytest.raises(Stopped, match=r"cannot go back: .*progress\.json"):
         roll_back(state, output, checkpoints, [ALARM])
     assert distance(before, weights(state)) == 0 and checkpoints.store.folder(2).is_dir()
+
+
+def test_records_that_cannot_be_set_aside_stop_every_rank(
+    taught: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An OSError of rank 0 alone would leave the others waiting."""
+    state, output, checkpoints = begun(taught, world, tmp_path / "run", {"watch.on_garble": "rollback"})
+    output.step(*step(state))
+    state.at_boundary()
+    save(state, output, checkpoints)
+
+    def full(step: int) -> Path:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(output.directory, "set_aside", full)
+    with pytest.raises(Stopped, match="cannot be set aside: no space left"):
+        roll_back(state, output, checkpoints, [ALARM])
+
+
+def test_rollbacks_are_counted_by_the_highest_number(tmp_path: Path) -> None:
+    """One was removed, one was packed, and one copied by a user."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    assert directory.rollbacks() == 0
+    for name in ("rolled-back-2", "rolled-back-2.bak", "rolled-back-old", "rolled-back-1.tar"):
+        (directory.path / name).mkdir()
+    assert directory.rollbacks() == 2 and directory.set_aside(1).name == "rolled-back-3"
 
 
 def test_a_cause_is_explained_by_the_first_of_its_alarms(

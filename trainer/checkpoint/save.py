@@ -62,7 +62,7 @@ class Checkpoints:
 
         Stopped on every rank where the disk refuses on one; the checkpoints of before are as they were.
         """
-        free, folder = self._agreed(lambda: self._begin(step) if self.world.is_main else (0, Path()))[0]
+        free, folder = self.agreed(lambda: self._begin(step) if self.world.is_main else (0, Path()))[0]
         try:
             self._write(folder, step, progress, random_states)
         except Stopped as stopped:
@@ -77,17 +77,17 @@ class Checkpoints:
         return self.store.folder(step)
 
     def _write(self, folder: Path, step: int, progress: Mapping[str, Any], random_states: Mapping[str, Any]) -> None:
-        self._agreed(lambda: self.engine.save(folder / "deepspeed"))
+        self.agreed(lambda: self.engine.save(folder / "deepspeed"))
         heartbeat.enter("save.after_shard")
         write_weights(self.policy, self.engine, self.world, folder)
-        self._agreed(lambda: self._write_records(folder, progress, random_states))
-        lists = self._agreed(lambda: manifest.listed(folder))
+        self.agreed(lambda: self._write_records(folder, progress, random_states))
+        lists = self.agreed(lambda: manifest.listed(folder))
         # Shares of the hashing. Its end is the barrier that DeepSpeed lacks: every rank's files are on disk. All lists
         # together, since one of them may lag on a shared file system.
         mine = sorted({name for names in lists for name in names})[self.world.rank :: self.world.size]
-        shares = self._agreed(lambda: {name: manifest.measured(folder, name) for name in mine})
+        shares = self.agreed(lambda: {name: manifest.measured(folder, name) for name in mine})
         files = {name: found for share in shares for name, found in share.items()}
-        self._agreed(lambda: self._commit(folder, step, files) if self.world.is_main else None)
+        self.agreed(lambda: self._commit(folder, step, files) if self.world.is_main else None)
 
     def _begin(self, step: int) -> tuple[int, Path]:
         """Bytes that are free, and the folder to write to."""
@@ -126,7 +126,7 @@ class Checkpoints:
         protected = {kept for kept in (self.resumed_from, self.best, self.good) if kept is not None}
         self.store.prune(self.config.checkpoint.keep, protected)
 
-    def _agreed(self, work: Callable[[], T]) -> list[T]:
+    def agreed(self, work: Callable[[], T], what: str = "the checkpoint cannot be written") -> list[T]:
         """``work()`` of every rank, in rank order; where it fails on one, all are Stopped. It fails in no collective,
         which would leave the others waiting."""
         result: T | None = None
@@ -136,7 +136,7 @@ class Checkpoints:
         except RunEnd as end:
             error = end
         except OSError as failed:
-            error = Stopped(f"{self.store.path}: the checkpoint cannot be written: {failed}")
+            error = Stopped(f"{self.store.path}: {what}: {failed}")
         self.world.agree(error)
         return cast(list[T], self.world.gather_objects(result))
 
@@ -152,7 +152,7 @@ class Checkpoints:
                 raise Stopped(f"the run cannot go back: {damaged}.") from damaged
             self.store.remove_after(step_of(good))
 
-        self._agreed(lambda: check_and_remove() if self.world.is_main else None)
+        self.agreed(lambda: check_and_remove() if self.world.is_main else None)
         self.saved_step = step_of(good)
         return good
 

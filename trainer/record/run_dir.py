@@ -114,8 +114,9 @@ class RunDirectory:
         return aside
 
     def rollbacks(self) -> int:
-        """How often records were set aside."""
-        return len(list(self.path.glob("rolled-back-*")))
+        """How often records were set aside: the highest number, since a user may have removed some, or copied one."""
+        found = (re.fullmatch(r"rolled-back-(\d+)", path.name) for path in self.path.glob("rolled-back-*"))
+        return max((int(match[1]) for match in found if match), default=0)
 
     def _files_after(self, step: int) -> list[Path]:
         """Files of one later step each."""
