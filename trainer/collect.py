@@ -14,6 +14,9 @@ from trainer.rollout.decoder import Group
 from trainer.state import State
 from trainer.world import World
 
+MOST_MESSAGES = 20
+"""Told of the rewards of one step."""
+
 
 def share(prompts: list[Prompt], world: World) -> list[Group]:
     """This rank's groups, dealt out. One rank samples and scores a group, so that its statistics need no communication;
@@ -64,18 +67,25 @@ def recorded_reward(row: dict[str, Any], weights: dict[str, float]) -> float | N
     return None if row.get("reward", 0.0) is None else total_reward(row["rewards"], weights)
 
 
-def score(state: State, completions: list[Completion], sums: Sums) -> None:
-    """Fills in the rewards. Recorded completions have theirs already."""
+def score(state: State, completions: list[Completion], sums: Sums) -> list[str]:
+    """Fills in the rewards; what is to be told of it. Recorded completions have theirs already."""
     if state.config.rollout.replay:
-        return
+        return []
     result = state.rewards.score(completions, state.step)
-    for message in result.messages:
-        state.notes.append(message)
     for name, (total, count) in result.metrics.items():
         sums.add(name, total, count)
     for name, values in result.columns.items():
         for completion, value in zip(completions, values, strict=True):
             completion.extra[name] = value
+    return result.messages
+
+
+def of_all_ranks(messages: list[str], world: World) -> list[str]:
+    """What the ranks have to tell, each thing once: rank 0 prints, and scores its own completions alone. A
+    collective."""
+    told = list(dict.fromkeys(message for part in world.gather_objects(messages) for message in part))
+    others = len(told) - MOST_MESSAGES
+    return told if others <= 0 else [*told[:MOST_MESSAGES], f"and {others} more messages of this kind"]
 
 
 def trained(completions: list[Completion], mask_truncated: bool) -> list[Completion]:

@@ -12,7 +12,7 @@ from trainer.checkpoint import resume
 from trainer.checkpoint.export import export
 from trainer.checkpoint.save import Checkpoints
 from trainer.checkpoint.store import step_of
-from trainer.collect import sample, score, set_advantages, share, trained
+from trainer.collect import of_all_ranks, sample, score, set_advantages, share, trained
 from trainer.config import RunConfig
 from trainer.data.order import prompts_for_step
 from trainer.errors import RunEnd, Stopped
@@ -71,7 +71,8 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
 
     # 2. What they are worth. A row that could not be scored is unscored, not zero.
     heartbeat.enter("reward")
-    together(world, clock.timed("reward", lambda: score(state, completions, sums)))
+    said = together(world, clock.timed("reward", lambda: score(state, completions, sums)))
+    state.notes += of_all_ranks(said, world)
     clock.lap("reward")
 
     # 3. Advantages within each group; then what the reference says of the tokens to train. N counts skipped ones, too.
@@ -259,13 +260,15 @@ def held_out(
 ) -> Evaluation:
     """The evaluation of the weights that ``decoder`` reads. ``step``: what reward functions are told. A collective."""
     generations = config.eval.num_generations
+    said: list[str] = []
 
     def score(completions: list[Completion]) -> None:
-        notes.extend(rewards.score(completions, step).messages)
+        said.extend(rewards.score(completions, step).messages)
 
     completions = together(
         world, lambda: answer_and_score(decoder, score, prompts, generations=generations, world=world)
     )
+    notes += of_all_ranks(said, world)
     correct_at = config.eval.correct_at
     return gathered(
         step, completions, prompts=len(prompts), generations=generations, correct_at=correct_at, world=world

@@ -202,6 +202,25 @@ def test_a_probe_is_paid_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MODEL not in "".join(file.read_text() for file in paid_probe._folder().iterdir())
 
 
+@pytest.mark.parametrize("name", ["http", "ollama"])
+def test_a_server_of_ones_own_is_asked_again_once_it_is_mended(name: str) -> None:
+    with Stub(value="0" if name == "ollama" else "0.0") as stub:
+        mended = section(name, stub.address, key_env="")
+        wrong = probed(mended)
+        stub.value = "7" if name == "ollama" else "0.7"
+        assert wrong.scores["judge"]["reference"] == 0.0
+        assert probed(mended).scores["judge"]["reference"] == 0.7
+
+
+def test_another_key_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stub() as stub:
+        for times, key in enumerate(["one-key-of-mine", "another-of-mine"], start=1):
+            monkeypatch.setenv("JUDGE_KEY", key)
+            probed(section("openai", stub.address))
+            assert len(stub.asked) == 2 * times
+    assert "of-mine" not in "".join(f"{file} {file.read_text()}" for file in paid_probe._folder().iterdir())
+
+
 def no_locks(*_: object) -> None:
     raise OSError(37, "No locks available")
 

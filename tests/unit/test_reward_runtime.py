@@ -210,8 +210,10 @@ def test_no_reward_makes_the_other_ranks_wait_until_they_give_up(tmp_path: Path)
 # In processes
 
 
-def in_processes(folder: Path, body: str, n: int = 4, **keys: Any) -> tuple[list[Completion], Any]:
-    source = "import ctypes, os, re, signal, sys\ndef f(completions, **_):\n    [text] = completions\n"
+def in_processes(
+    folder: Path, body: str, n: int = 4, *, header: str = "def f(completions, **_):", **keys: Any
+) -> tuple[list[Completion], Any]:
+    source = f"import ctypes, os, re, signal, sys\n{header}\n    [text] = completions\n"
     scored = rows(n)
     keys = {"concurrency": 2, "timeout": 5.0, "retries": 0} | keys
     result = runtime(folder, source + textwrap.indent(textwrap.dedent(body), "    "), **keys).score(scored, 0)
@@ -464,6 +466,35 @@ def test_no_pause_begins_that_the_other_ranks_would_not_wait_for(
     source = AWAY.format(fails=99, error="raise TimeoutError")
     with pytest.raises(Stopped):
         runtime(tmp_path, source, timeout=1.0, hang_timeout=100.0).score(rows(), 0)
+
+
+def test_what_another_process_says_is_what_the_function_said(tmp_path: Path) -> None:
+    body = """
+    import datetime
+    from trainer.rewards.failed import Failed
+    log_extra("when", [datetime.date(2026, 1, 2)])
+    log_extra("seen", [{1}])
+    log_metric("odd", datetime.date(2026, 1, 2))
+    if text == "1":
+        return [Failed("busy", may_heal=True)]
+    return [1.0]
+    """
+    scored, result = in_processes(tmp_path, body, n=2, header="def f(completions, log_extra, log_metric):")
+    assert [c.reward for c in scored] == [1.0, None]
+    assert result.columns["when"][0] == "2026-01-02" and result.columns["seen"][0] == "{1}"
+    assert any("unscored: busy: row 1 generation 2" in told for told in result.messages)
+    assert any("log_metric('odd', '2026-01-02') left out, not a finite number" in told for told in result.messages)
+
+
+@pytest.mark.parametrize("body", ["raise ConnectionError('refused')", "return [Failed('busy', may_heal=True)]"])
+def test_a_service_that_another_process_asks_may_heal(tmp_path: Path, short_pauses: None, body: str) -> None:
+    body = (
+        f"from trainer.rewards.failed import Failed\nif not os.path.exists('{tmp_path}/up'):\n    {body}\nreturn [1.0]"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asking, "_pause", lambda _: (tmp_path / "up").touch())
+        scored, _ = in_processes(tmp_path, body, n=2, max_unscored=0.0)
+    assert [c.reward for c in scored] == [1.0, 1.0]
 
 
 # The ledger

@@ -16,7 +16,7 @@ from trainer.config.grpo import Reward
 from trainer.errors import Refused, Stopped
 from trainer.rewards import asking
 from trainer.rewards.runtime import RewardResult, RewardRuntime
-from trainer.rewards.services import breaker, http
+from trainer.rewards.services import breaker, chat, http
 
 KEY = "canary-0f3c9-key-that-nobody-may-see"
 ROWS = 4
@@ -369,6 +369,45 @@ def test_a_field_that_a_server_does_not_know_is_left_out(capsys: pytest.CaptureF
         assert len(stub.asked) == before + 8 and stub.asked[-1].body["temperature"] == 0
     assert all(row.reward == 0.7 for row in rows)
     assert capsys.readouterr().out.count("takes no 'response_format'") == 1
+
+
+NAMES = {
+    "prompt echoed": ('{"error": {"message": "cannot take: The temperature of a seed is 20 degrees"}}', []),
+    "request echoed": ('{"detail": [{"loc": ["body", "x"], "input": {"temperature": 0, "seed": 0}}]}', []),
+    "message": ("""{"error": {"message": "Unsupported value: 'temperature' must be 1"}}""", ["temperature"]),
+    "param": ('{"error": {"message": "no", "param": "seed"}}', ["seed"]),
+    "path": ('{"error": {"message": "no", "param": "response_format.json_schema"}}', ["response_format"]),
+    "loc": ('{"detail": [{"type": "extra_forbidden", "loc": ["body", "seed"], "input": 0}]}', ["seed"]),
+    "bare": ('{"error": {"message": "Unrecognized argument supplied: max_tokens"}}', ["max_tokens"]),
+    "window": ('{"error": {"message": "context length exceeded", "param": "max_tokens"}}', []),
+    "no JSON": ("no 'seed' please", ["seed"]),
+}
+
+
+@pytest.mark.parametrize(("body", "named"), NAMES.values(), ids=NAMES)
+def test_the_field_that_a_server_names(body: str, named: list[str]) -> None:
+    assert chat._named(body, ["temperature", "seed", "max_tokens", "response_format"]) == named
+
+
+def test_what_did_not_help_to_leave_out_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, refused = completions(1), """{"error": {"message": "no such thing as a 'seed' here"}}"""
+    with Stub() as stub:
+        runtime, real = RewardRuntime([section("openai", stub.address)], Path()), stub._reply
+        monkeypatch.setattr(stub, "_reply", lambda *_: (400, refused))
+        runtime.score(rows, 0)
+        assert rows[0].reward is None and "seed" not in stub.asked[-1].body
+        monkeypatch.setattr(stub, "_reply", real)
+        runtime.score(rows, 1)
+        assert stub.asked[-1].body["seed"] == 0
+    assert rows[0].reward == 0.7
+
+
+def test_the_window_that_a_model_was_trained_with_is_not_that_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stub() as stub:
+        listed = {"data": [{"id": MODEL, "meta": {"n_ctx_train": 131072}}]}
+        monkeypatch.setattr(stub, "_reply", lambda *_: (200, listed))
+        (note,) = RewardRuntime([section("openai", stub.address)], Path()).prepare(512, 512)
+    assert "does not say how long" in note
 
 
 def test_a_judge_is_asked_for_json_in_its_own_way() -> None:

@@ -47,8 +47,6 @@ class Rollout(Section):
 
 
 RewardKind = Literal["python", "builtin", "model", "embedding", "openai", "dashscope", "dashcope", "ollama", "http"]
-SERVICES = ("openai", "dashscope", "dashcope", "ollama", "http")
-"""Kinds of reward that ask over the network, for money or for another's time."""
 SERVICE_CALLS_AT_A_TIME = 64
 """256 completions at 0.2 s a call take a second, and 8 ranks hold 512 connections."""
 OLLAMA_CALLS_AT_A_TIME = 4

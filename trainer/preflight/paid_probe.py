@@ -1,5 +1,5 @@
-"""What services said when they were tried before the first rollout, kept for an hour: each of these calls may cost
-money, and `preflight`, `train` and every rank of it would make them."""
+"""What services with a key said when they were tried before the first rollout, kept for an hour: each of these calls
+may cost money, and `preflight`, `train` and every rank of it would make them."""
 
 import fcntl
 import hashlib
@@ -62,7 +62,8 @@ def keep(section: Reward, completions: Sequence[Completion], values: list[float 
 
 def _file(section: Reward, completions: Sequence[Completion]) -> Path:
     asked = [(one.prompt.text, one.prompt.columns, one.text) for one in completions]
-    record = json.dumps([section.model_dump(), asked], sort_keys=True, default=str)
+    key = hashlib.sha256(os.environ.get(section.key_env, "").encode(errors="surrogateescape")).hexdigest()
+    record = json.dumps([section.model_dump(), key, asked], sort_keys=True, default=str)
     return _folder() / f"{hashlib.sha256(record.encode(errors='backslashreplace')).hexdigest()}.json"
 
 

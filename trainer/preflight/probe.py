@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.batch import Completion, Prompt
-from trainer.config.grpo import SERVICES, Reward
+from trainer.config.grpo import Reward
 from trainer.errors import Refused
 from trainer.preflight import paid_probe
 from trainer.rewards.answers import Scores
@@ -80,10 +80,10 @@ def probe_rewards(
 def _asked(
     rewards: RewardRuntime, completions: list[Completion], probes: Probes
 ) -> list[tuple[Reward, RewardFunction, Scores | str]]:
-    """Asks all rewards; of services only those that have not been asked the same within the hour."""
-    services = [section for section in rewards.sections if section.kind in SERVICES]
-    with paid_probe.one_at_a_time() if services else nullcontext():
-        kept = {one.name: found for one in services if (found := paid_probe.known(one, completions)) is not None}
+    """Asks all rewards; of those that a key pays for only what has not been asked within the hour."""
+    paid = [section for section in rewards.sections if section.key_env]
+    with paid_probe.one_at_a_time() if paid else nullcontext():
+        kept = {one.name: found for one in paid if (found := paid_probe.known(one, completions)) is not None}
         known = {name: Scores(list(found["values"])) for name, found in kept.items()}
         asked, start = [], time.perf_counter()
         for section, reward, scores in rewards.probe(completions, known):
@@ -92,7 +92,7 @@ def _asked(
             if section.name in kept:
                 minutes = (time.time() - kept[section.name]["at"]) / 60
                 probes.notes.append(f"{reward.label} was tried {minutes:.0f} minutes ago, and not again")
-            elif section in services and isinstance(scores, Scores) and not scores.failures:
+            elif section in paid and isinstance(scores, Scores) and not scores.failures:
                 paid_probe.keep(section, completions, scores.values)
     return asked
 

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from trainer.batch import Completion
 from trainer.errors import Stopped
-
-
-@dataclass(frozen=True)
-class Failed:
-    """In place of a row's number: it should have had one, and why it has none. (None: the reward does not apply.)"""
-
-    why: str
-    may_heal: bool = False
-    """Another try in a while may succeed: a time-out, no connection, a service that is too busy or down."""
+from trainer.rewards.failed import Failed
 
 
 @dataclass

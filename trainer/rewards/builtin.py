@@ -12,8 +12,8 @@ from typing import Any
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
 from trainer.errors import Refused
-from trainer.rewards.answers import Failed
 from trainer.rewards.arguments import Signature, arguments, in_rows, text_of
+from trainer.rewards.failed import Failed
 from trainer.rewards.functions import describe, did_you_mean
 from trainer.rewards.limit import Overdue, call_within
 

@@ -3,8 +3,6 @@
 import asyncio
 import inspect
 import math
-import socket
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -13,18 +11,17 @@ from typing import Any
 
 from trainer.batch import Completion
 from trainer.errors import RunEnd
-from trainer.rewards.answers import Failed as Failed  # where those who write rewards look for it
 from trainer.rewards.answers import Scores, read
 from trainer.rewards.arguments import Signature, arguments
 from trainer.rewards.event_loop import EventLoop
+from trainer.rewards.failed import Failed as Failed  # where those who write rewards look for it
+from trainer.rewards.failed import may_heal
 from trainer.rewards.functions import TrainerState, describe
 from trainer.rewards.ledger import Ledger
 from trainer.rewards.limit import Overdue, call_within
 
 BETWEEN_TRIES_S = 30.0
 """What a call may wait before each try: for a service to be less busy, for a process to start."""
-MAY_HEAL = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
-"""What libraries raise, or raise their own errors from, where a network or a service is away."""
 
 
 @dataclass(frozen=True)
@@ -219,14 +216,3 @@ async def _awaited(function: Callable[..., Any], keywords: dict[str, Any]) -> An
         return await function(**keywords)
     except SystemExit as error:  # it would end the event loop, and with it every later call
         raise RuntimeError(f"SystemExit: {error}").with_traceback(error.__traceback__) from None
-
-
-def may_heal(error: BaseException | None) -> bool:
-    """Whether a network or a service was away: the error, or one that it was raised from."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, MAY_HEAL):
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False

@@ -17,7 +17,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from typing import Any
 
-from trainer.rewards.answers import Failed
+from trainer.rewards.failed import Failed
 
 START_S = 120.0
 """For a process to begin and to import the function."""
@@ -47,12 +47,17 @@ class InProcesses:
         except Lost as lost:  # stuck or crashed: another try would be, too
             return [Failed(str(lost))]
         if "raised" in answer:
-            return [Failed(answer["raised"])]
+            return [Failed(*answer["raised"])]
         for name, value in answer["metrics"]:
             logs["log_metric"](name, value)
         for column, values in answer["columns"].items():
             logs["log_extra"](column, values)
-        return answer["returned"]
+        returned = answer["returned"]
+        if not isinstance(returned, list):
+            return returned
+        return [
+            Failed(*value["failed"]) if isinstance(value, dict) and "failed" in value else value for value in returned
+        ]
 
     async def _ask(self, request: bytes) -> dict[str, Any]:
         self._idle = [worker for worker in self._idle if worker.process.returncode is None]
@@ -90,7 +95,7 @@ class Worker:
         answer = await worker.ask(pickle.dumps(load), START_S, f"its process did not load it within {START_S:g} s")
         if "raised" in answer:
             worker.kill()
-            raise Lost(f"its process could not load it: {answer['raised']}")
+            raise Lost(f"its process could not load it: {answer['raised'][0]}")
         return worker
 
     async def ask(self, request: bytes, seconds: float, late: str) -> dict[str, Any]:

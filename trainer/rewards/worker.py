@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from trainer.record.rollout_rows import json_safe
+from trainer.rewards.failed import Failed, may_heal
 from trainer.rewards.functions import describe
 
 PR_SET_PDEATHSIG = 1
@@ -35,7 +37,7 @@ def main() -> None:
                 answer = _answer(function, *request)
             text = json.dumps(answer)
         except (Exception, SystemExit) as raised:
-            text = json.dumps({"raised": describe(raised)})
+            text = json.dumps({"raised": [describe(raised), may_heal(raised)]})
         answers.write(text + "\n")
         answers.flush()
 
@@ -46,15 +48,19 @@ def _answer(function: Callable[..., Any], keywords: dict[str, Any], handed: set[
     columns: dict[str, list[Any]] = {}
 
     def log_metric(name: str, value: Any) -> None:
-        metrics.append((name, _plain(value)))
+        plain = _plain(value)
+        metrics.append((name, plain if isinstance(plain, float) else json_safe(plain)))  # NaN stays NaN
 
     def log_extra(column: str, values: Any) -> None:
-        columns[column] = [_plain(value) for value in values]
+        columns[column] = [json_safe(_plain(value)) for value in values]
 
     logs = {name: log for name, log in (("log_metric", log_metric), ("log_extra", log_extra)) if name in handed}
     returned = _plain(function(**keywords, **logs))
     if isinstance(returned, list | tuple):
-        returned = [_plain(value) for value in returned]
+        returned = [
+            {"failed": [value.why, value.may_heal]} if isinstance(value, Failed) else _plain(value)
+            for value in returned
+        ]
     return {"returned": returned, "metrics": metrics, "columns": columns}
 
 

@@ -1,5 +1,7 @@
 """Judges: OpenAI-compatible servers, DashScope's compatible mode, Ollama's own API."""
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -40,26 +42,27 @@ class OpenAiChat:
         self._optional: dict[str, Any] = {"temperature": 0, "seed": 0, "max_tokens": REPLY_TOKENS} | optional
 
     async def reply(self, messages: list[dict[str, str]], window: int | None) -> Any:
+        left_out: list[str] = []
         while True:
-            sent = dict(self._optional)
+            sent = {name: value for name, value in self._optional.items() if name not in left_out}
             body = {"model": self.model, "messages": messages, "stream": False} | sent
             try:
                 told = await self.http.offer(f"{self._path}/chat/completions", body)
             except Rejected as rejected:
-                self._leave_out(rejected, sent)
+                if not (named := _named(rejected.body, list(sent))):
+                    raise rejected.final from None
+                left_out += named
                 continue
+            self._leave_out(left_out)
             if replies.field(told, "choices", 0, "message", "content") is None:
                 raise ServiceError(f"the judge said nothing: {replies.shown(told['choices'][0])}")
             if told["choices"][0].get("finish_reason") == "length":
                 raise ServiceError(f"the judge's reply was cut after {REPLY_TOKENS} tokens")
             return told["choices"][0]["message"]["content"]
 
-    def _leave_out(self, rejected: Rejected, sent: dict[str, Any]) -> None:
-        """Raises unless the error names an optional field."""
-        named = [] if "context" in rejected.body else [name for name in sent if name in rejected.body]
-        if not named:
-            raise rejected.final from None
-        for name in named:
+    def _leave_out(self, names: Sequence[str]) -> None:
+        """For good, of a server that has taken a request without them."""
+        for name in names:
             if self._optional.pop(name, None) is not None:  # the first of several calls at a time says so
                 say(f"{self.http.label}: {self.model} takes no {name!r}, so requests go without it from now on")
 
@@ -72,13 +75,34 @@ class OpenAiChat:
         except (ServiceError, Stopped, ValueError, TypeError):  # a server need not have the path; a judge will tell
             return None
         meta = entry.get("meta") if isinstance(entry.get("meta"), dict) else {}
-        for found in (entry.get("max_model_len"), meta.get("n_ctx"), meta.get("n_ctx_train")):
+        for found in (entry.get("max_model_len"), meta.get("n_ctx")):  # n_ctx_train is the model's, not the server's
             if isinstance(found, int) and found > 0:
                 return found
         return None
 
     def window(self, longest: int | None, wanted: int) -> int | None:
         return longest
+
+
+def _named(body: str, names: Sequence[str]) -> list[str]:
+    """The fields that an error names: as text in quotes, as in "param" or "loc". What it repeats of the request, which
+    has them all, says nothing; nor do words of a prompt."""
+    if "context" in body:
+        return []
+    try:
+        said = json.dumps(_without_input(replies.parsed(body)))
+    except ValueError:
+        said = body
+    quoted = set(re.findall(r"['\"`](\w+)(?:\.\w+)*\\?['\"`]", said))
+    # Those of two words stand in no prompt, and some servers name them without quotes.
+    return [name for name in names if name in quoted or ("_" in name and re.search(rf"\b{name}\b", said))]
+
+
+def _without_input(told: Any) -> Any:
+    """An error without the request that FastAPI repeats in it."""
+    if isinstance(told, dict):
+        return {"": [_without_input(value) for name, value in told.items() if name not in ("input", "body")]}
+    return [_without_input(value) for value in told] if isinstance(told, list) else told
 
 
 class OllamaChat:

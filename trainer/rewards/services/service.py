@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainer.rewards.answers import Failed
 from trainer.rewards.arguments import HANDED, text_of
+from trainer.rewards.failed import Failed
 from trainer.rewards.services.breaker import Breaker, ServiceError, Unavailable
 from trainer.rewards.services.judge import Row, speaks_to_judge
 
