@@ -17,6 +17,7 @@ from tests.tiny import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import PROMPTS, distance, start, step, weights, write_run
 from trainer.__main__ import main
 from trainer.checkpoint.save import Checkpoints
+from trainer.checkpoint.store import step_of
 from trainer.errors import Stopped
 from trainer.measure import step_metrics
 from trainer.output import Output
@@ -253,6 +254,25 @@ def test_records_that_cannot_be_set_aside_stop_every_rank(
     monkeypatch.setattr(output.directory, "set_aside", full)
     with pytest.raises(Stopped, match="cannot be set aside: no space left"):
         roll_back(state, output, checkpoints, [ALARM])
+
+
+def test_what_was_the_best_at_the_good_checkpoint_is_kept_for_a_way_back(
+    taught: Path, world: World, tmp_path: Path
+) -> None:
+    state, output, checkpoints = begun(taught, world, tmp_path / "run", {"checkpoint.keep": 1})
+    for number in range(1, 5):
+        output.step(*step(state))
+        state.at_boundary()
+        assert state.boundary is not None
+        folder = checkpoints.save(number, state.boundary.progress, state.boundary.random_states)
+        if number in (1, 3):
+            checkpoints.keep_best(folder)
+        if number == 2:
+            checkpoints.keep_good(2)
+    store = checkpoints.store
+    assert [step_of(one) for one in store.folders()] == [4, 3, 2, 1]
+    assert checkpoints.still_best({"step": 1, "value": 0.5}) and (store.path / "best").read_text() == "step-000001\n"
+    assert checkpoints.still_best({"step": 9, "value": 0.5}) is None and not (store.path / "best").exists()
 
 
 def test_rollbacks_are_counted_by_the_highest_number(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ class Checkpoints:
         self.best: Path | None = None
         self.good: Path | None = None
         """The newest one from before any sign of trouble."""
+        self.best_of_good: Path | None = None
+        """What was the best when that one was saved: a run that goes back to it has no later one."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint."""
         self.bytes = 0
@@ -123,7 +125,7 @@ class Checkpoints:
         manifest.sync(folder)
         self.store.commit(folder, step)
         self.bytes = sum(size for size, _ in files.values())
-        protected = {kept for kept in (self.resumed_from, self.best, self.good) if kept is not None}
+        protected = {kept for kept in (self.resumed_from, self.best, self.good, self.best_of_good) if kept is not None}
         self.store.prune(self.config.checkpoint.keep, protected)
 
     def agreed(self, work: Callable[[], T], what: str = "the checkpoint cannot be written") -> list[T]:
@@ -162,12 +164,16 @@ class Checkpoints:
         folder = None if best is None else self.store.folder(int(best["step"]))
         there = bool(self.world.gather_objects(folder is not None and folder.is_dir())[0])
         self.best = None
+        if self.world.is_main:
+            self.store.unpoint("best")
         self.keep_best(folder if there else None)
         return best if there else None
 
     def keep_good(self, step: int | None) -> None:
         """Pruning leaves that checkpoint alone, while the signals of the run speak against every later one."""
-        self.good = None if step is None else self.store.folder(step)
+        good = None if step is None else self.store.folder(step)
+        if good != self.good:
+            self.good, self.best_of_good = good, self.best
 
     def keep_best(self, folder: Path | None) -> None:
         """Pruning leaves ``folder`` alone from now on, and no longer the best one before it."""

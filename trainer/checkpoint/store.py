@@ -90,6 +90,9 @@ class Store:
         manifest.sync(beside)
         os.replace(beside, self.path / name)
 
+    def unpoint(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
     def prune(self, keep: int, protected: set[Path]) -> None:
         """Removes all but the newest ``keep`` and the protected. Called after a commit: the newest one is valid."""
         safe = {path.resolve() for path in protected}
