@@ -56,6 +56,8 @@ RUNS = {
     "stop": WAITS + "    heartbeat.enter('backward')",
     "gil": WAITS + "    heartbeat.enter('reward')",
     "spin": WAITS + "    heartbeat.enter('reference')",
+    "kill": WAITS + "    time.sleep(1)\n    heartbeat.enter('save')",
+    "kill at once": WAITS + "    os.kill(os.getpid(), 9)",
     # The one that waits has been silent for longer, and is further on.
     "late": """
     if number == 0:
@@ -79,7 +81,7 @@ RUNS = {
         time.sleep(0.5)
         heartbeat.beat()""",
 }
-FAULTS = {"stop": "backward", "gil": "reward", "spin": "reference"}
+FAULTS = {"kill": "save", "stop": "backward", "gil": "reward", "spin": "reference"}
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]
         started[name] = folder, subprocess.Popen([sys.executable, "ranks.py"], cwd=folder, env=variables, **output)
     found = {}
     for name, (folder, process) in started.items():
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=15)
         stacks = [file.read_text() for file in sorted(folder.glob("stacks-rank*"))]
         status = json.loads((folder / "run_status.json").read_text())
         took = (folder / "run_status.json").stat().st_mtime - (folder / "begun").stat().st_mtime
@@ -135,6 +137,14 @@ def test_f16_f17_the_rank_that_hangs_is_named_with_its_phase(ended: dict[str, En
     assert f"\n{run.status['reason']}\n" in run.said
     assert "in all_reduce" in run.stacks[0]
     assert ("no answer" if name == "stop" else "in _" if name == "spin" else "faults.py") in run.stacks[1]
+
+
+def test_the_others_do_not_wait_for_ever_for_one_that_was_killed(ended: dict[str, Ended]) -> None:
+    """Where no launcher answers it. DeepSpeed's groups have torch's own limit of half an hour."""
+    assert "lost: rank 1 of host" in ended["kill"].said and "rank 0" not in ended["kill"].said
+    assert " ended in phase save of step 7 (process " in ended["kill"].said
+    assert "lost: rank 1 of host" in ended["kill at once"].said
+    assert ended["kill"].status["state"] == "lost" and "in all_reduce" in ended["kill"].stacks[0]
 
 
 def test_one_that_waited_for_longer_is_not_blamed(ended: dict[str, Ended]) -> None:

@@ -25,6 +25,9 @@ from trainer.launcher.speech import WRAPPED, report_of, say
 
 POLL_SECONDS = 0.5
 SECONDS_FOR_STACKS = 2.0
+SECONDS_AFTER_A_LOSS = 30.0
+"""In which a launcher answers that a rank has ended. Without one, the others can wait for it in a collective that no
+time-out reaches."""
 SECONDS_TO_END = 2.0
 """For ranks that end themselves, before SIGKILL ends them."""
 IN_A_COLLECTIVE = re.compile(r"(?m)/(torch/distributed|deepspeed/comm)/|/deepspeed/.* in wait$")
@@ -79,10 +82,14 @@ class Ward:
 
     def __init__(self, rank: int, pid: int, cells: int, stacks: int) -> None:
         self.rank, self.pid = rank, pid
-        self.stacks = os.open(f"/proc/{pid}/fd/{stacks}", os.O_RDONLY)
-        with open(f"/proc/{pid}/fd/{cells}", "r+b") as file:
-            self.cells = memoryview(mmap.mmap(file.fileno(), 8 * CELLS)).cast("q")
+        self.cells = memoryview(bytearray(8 * CELLS)).cast("q")
         self.beats, self.silent, self.stack = -1, 0.0, ""
+        try:
+            self.stacks = os.open(f"/proc/{pid}/fd/{stacks}", os.O_RDONLY)
+            with open(f"/proc/{pid}/fd/{cells}", "r+b") as file:
+                self.cells = memoryview(mmap.mmap(file.fileno(), 8 * CELLS)).cast("q")
+        except OSError:  # it has ended already
+            self.stacks = os.open(os.devnull, os.O_RDONLY)
 
     def look(self, passed: float) -> None:
         """``passed``: seconds since the last look."""
@@ -105,10 +112,12 @@ class Ward:
         return bool(IN_A_COLLECTIVE.search(re.split(r"(?m)^(?:Current t|T)hread ", self.stack)[-1]))
 
     def words(self, seconds: float) -> str:
+        where = f"in phase {PHASES[self.cells[PHASE]]} of step {self.cells[STEP]}"
+        if self.state == "X":
+            return f"ended {where} (process {self.pid}), and the others of this host wait for it"
         return (
-            f"hangs in phase {PHASES[self.cells[PHASE]]} of step {self.cells[STEP]}: no sign of life for "
-            f"{self.silent:.0f} s (watch.hang_timeout = {seconds:g}), process {self.pid} is "
-            f"{STATES.get(self.state, self.state)}"
+            f"hangs {where}: no sign of life for {self.silent:.0f} s (watch.hang_timeout = {seconds:g}), process "
+            f"{self.pid} is {STATES.get(self.state, self.state)}"
         )
 
 
@@ -119,18 +128,28 @@ class Watchdog:
         self.looked_at: set[int] = set()
 
     def watch(self) -> None:
-        """Until the rank that started it has gone, or one hangs."""
-        parent, last = self.wards[0].pid, time.monotonic()
-        while os.getppid() == parent:
+        """Until all ranks have gone, or one hangs."""
+        last = time.monotonic()
+        while any(ward.state != "X" for ward in self.wards):
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
             # Time in which this process was stopped as well, by Ctrl-Z or with its machine, is no silence.
             passed, last = min(now - last, 4 * POLL_SECONDS), now
             for ward in self.wards:
                 ward.look(passed)
-            if found := self.hung():
+            if found := self.gone() or self.hung():
                 self.end(found)
                 return
+
+    def gone(self) -> list[Ward]:
+        """Those that have ended while the others only wait, and nobody has ended these."""
+        ended = [one for one in self.wards if one.state == "X"]
+        longest = min(SECONDS_AFTER_A_LOSS, self.seconds)
+        if len(ended) == len(self.wards) or any(one.silent < longest for one in self.wards):
+            return []
+        if ended:
+            self.dump()
+        return ended
 
     def hung(self) -> list[Ward]:
         """Those that are silent and wait for nobody here, the first that stopped. Where all wait, for a rank of another
