@@ -95,7 +95,7 @@ def test_b35_a_rank_that_hangs_is_told_with_rank_and_step(tmp_path: Path) -> Non
     (tmp_path / "hangs.py").write_text(HANGS)
     (tmp_path / "run.toml").write_text(RUN + '[hooks]\nbefore_rollout = ["hangs:hang"]\n')
     arguments = ["-m", "trainer", "train", "run.toml", "--checkpoint.every", "1"]
-    arguments += ["--watch.hang_timeout", "10", "--reward.score.timeout", "5"]
+    arguments += ["--watch.hang_timeout", "10", "--reward.score.timeout", "4"]
     usual = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
     waiting, hanging = run_ranks(arguments, 2, 29741, folder=tmp_path, timeout=120, **usual)
     assert waiting.code == 4 and "Traceback" not in waiting.output, waiting.output[-3000:]
