@@ -526,7 +526,10 @@ def test_f24_what_was_paid_for_is_not_asked_again(tmp_path: Path, as_services: N
     assert found[0][0] == [0.0, None, 2 / 7] and found[0][1] == {"odd": [None, None, "2", None]}
     rewards, scored = runtime(tmp_path, PAID), rows(level=1)
     rewards.ledger = Ledger(tmp_path, 0, 3)
-    assert rewards.score(scored, 3).metrics["length"] == found[1][2]  # bit for bit, from the file
+    result = rewards.score(scored, 3)
+    assert result.metrics["length"] == found[1][2]  # bit for bit, from the file
+    told = f"4 scores of step 4 taken from {rewards.ledger.file}; delete it to ask again"
+    assert [message for message in result.messages if told in message]
     assert scored[3].reward == 3 / 7 and module_of(rewards)["asked"] == []
 
 

@@ -155,6 +155,10 @@ def _score_at_once(reward: RewardFunction, completions: Sequence[Completion], oc
             for task in tasks:
                 task.cancel()
 
+    scores = Scores(values=[None] * len(completions))
+    if ledger is not None and answered:
+        taken = f"{len(answered)} scores of step {occasion.state.global_step + 1} taken from {ledger.file}"
+        scores.notes.append(f"{reward.label}: {taken}; delete it to ask again")
     late = ""
     try:
         if asked:
@@ -165,7 +169,6 @@ def _score_at_once(reward: RewardFunction, completions: Sequence[Completion], oc
     finally:
         if ledger is not None:
             ledger.flush()
-    scores = Scores(values=[None] * len(completions))
     came = dict(answered)  # a call that is being cancelled may still answer
     for i in range(len(completions)):
         if i in came:
