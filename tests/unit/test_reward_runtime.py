@@ -395,18 +395,24 @@ async def f(completions):
 
 
 def test_f22_a_service_that_was_away_is_asked_again_for_what_it_owes(
-    tmp_path: Path, short_pauses: None, as_services: None, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    short_pauses: None,
+    as_services: None,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rewards = runtime(tmp_path, AWAY.format(fails=7, error="raise ConnectionError('refused')"), max_unscored=0.25)
     scored = rows()
-    messages = rewards.score(scored, 2).messages
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert rewards.score(scored, 2).messages == []
     assert [c.reward for c in scored] == [1.0, 2.0, 3.0, 4.0]
     # 4 calls, then 3 for the rows without a score, and after the next pause 3 more, which are answered.
     asked = [one for [one] in module_of(rewards)["asked"]]
     assert asked == ["0", "1", "2", "3", *"123", *"123"]
-    why = "reward 'f' (judge.py:f), step 3: 3 of 4 completions have no score (ConnectionError: refused (judge.py:6)); "
-    assert messages == [f"{why}they are asked for again in {pause} s" for pause in ("0.01", "0.02")]
-    assert messages[0] in capfd.readouterr().out  # said while it waits
+    why = "rank 1: reward 'f' (judge.py:f), step 3: 3 of 4 completions have no score (ConnectionError: refused (judge.py:6)); "
+    told = [f"{why}they are asked for again in {pause} s" for pause in ("0.01", "0.02")]
+    assert capfd.readouterr().out.splitlines() == told
 
 
 def test_f23_a_service_that_stays_away_ends_the_run_after_the_last_pause(

@@ -105,7 +105,7 @@ class RewardRuntime:
             return result
         state = TrainerState(global_step=step, max_steps=self.max_steps)
         occasion = Occasion(state, self._loop, self.ledger, time.monotonic() + self.patience)
-        every = ask_until_scored(self.sections, self._functions, completions, occasion, result.messages)
+        every = ask_until_scored(self.sections, self._functions, completions, occasion)
         failed: list[set[str]] = [set() for _ in completions]
         for section, reward, scores in zip(self.sections, self._functions, every, strict=True):
             _judge_failures(section, reward, scores, completions, step, result)
