@@ -203,8 +203,10 @@ def test_no_reward_makes_the_other_ranks_wait_until_they_give_up(tmp_path: Path)
     """
     rewards = runtime(tmp_path, source, hang_timeout=1.0, timeout=0.3, retries=0, max_unscored=1.0)
     start = time.monotonic()
-    rewards.score(rows(30), 0)
+    result = rewards.score(rows(30), 0)
     assert time.monotonic() - start < 0.9  # not 30 times 0.15 s
+    assert "no answer within 0.3 s" not in str(result.messages)
+    assert "all that was left of the step's share of watch.hang_timeout, called row by row" in str(result.messages)
 
 
 # In processes

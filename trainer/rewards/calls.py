@@ -83,12 +83,13 @@ def score_rows(reward: RewardFunction, completions: Sequence[Completion], occasi
         return _score_at_once(reward, completions, occasion)
     error = ""
     for _ in range(1 + reward.retries):
+        seconds = occasion.at_most(reward.timeout)
         try:
-            return _call(reward, completions, occasion)
+            return _call(reward, completions, occasion, seconds)
         except Overdue:
             scores = Scores(values=[None] * len(completions))
             for i in range(len(completions)):
-                scores.fail(i, f"no answer within {reward.timeout:g} s", may_heal=reward.is_async)
+                scores.fail(i, _late(reward, seconds), may_heal=reward.is_async)
             return scores
         except (RunEnd, CancelledError):
             raise
@@ -100,13 +101,13 @@ def score_rows(reward: RewardFunction, completions: Sequence[Completion], occasi
 def _score_each(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion, error: str) -> Scores:
     scores = Scores(values=[None] * len(completions))
     for i, completion in enumerate(completions):
+        seconds = occasion.at_most(reward.timeout)
         try:
-            scores.put([i], _call(reward, [completion], occasion))
+            scores.put([i], _call(reward, [completion], occasion, seconds))
         except Overdue:
             # Stuck once is stuck for the others too; waiting for each would take a limit per row.
             for late in range(i, len(completions)):
-                why = f"no answer within {reward.timeout:g} s, called row by row"
-                scores.fail(late, why, may_heal=reward.is_async)
+                scores.fail(late, f"{_late(reward, seconds)}, called row by row", may_heal=reward.is_async)
             break
         except (RunEnd, CancelledError):
             raise
@@ -117,9 +118,13 @@ def _score_each(reward: RewardFunction, completions: Sequence[Completion], occas
     return scores
 
 
-def _call(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion) -> Scores:
+def _late(reward: RewardFunction, seconds: float) -> str:
+    left = "" if seconds == reward.timeout else ", all that was left of the step's share of watch.hang_timeout"
+    return f"no answer within {seconds:.3g} s{left}"
+
+
+def _call(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion, seconds: float) -> Scores:
     scores, keywords = _prepared(reward, completions, occasion)
-    seconds = occasion.at_most(reward.timeout)
     if reward.is_async:
         assert occasion.loop is not None
         returned = occasion.loop.run(_awaited(reward.function, keywords), seconds)
