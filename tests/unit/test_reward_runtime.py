@@ -18,7 +18,7 @@ from trainer import interrupts
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
 from trainer.errors import Preempted, Stopped
-from trainer.rewards import asking, calls
+from trainer.rewards import asking, calls, processes
 from trainer.rewards.ledger import Ledger
 from trainer.rewards.runtime import RewardRuntime
 
@@ -503,6 +503,11 @@ def test_a_service_that_another_process_asks_may_heal(tmp_path: Path, short_paus
         patch.setattr(asking, "_pause", lambda _: (tmp_path / "up").touch())
         scored, _ = in_processes(tmp_path, body, n=2, max_unscored=0.0)
     assert [c.reward for c in scored] == [1.0, 1.0]
+
+
+def test_processes_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
+    reward = runtime(tmp_path, "def f(completions): ...", concurrency=2, timeout=0.5, retries=0)._functions[0]
+    assert reward.longest(2) == processes.START_S + 0.5 + calls.BETWEEN_TRIES_S
 
 
 # The ledger

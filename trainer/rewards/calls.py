@@ -19,6 +19,7 @@ from trainer.rewards.failed import may_heal
 from trainer.rewards.functions import TrainerState, describe
 from trainer.rewards.ledger import Ledger
 from trainer.rewards.limit import Overdue, call_within
+from trainer.rewards.processes import START_S, InProcesses
 
 BETWEEN_TRIES_S = 30.0
 """What a call may wait before each try: for a service to be less busy, for a process to start."""
@@ -50,7 +51,8 @@ class RewardFunction:
     def longest(self, n: int) -> float:
         """Seconds after which n completions that are asked for one by one are given up."""
         assert self.concurrency is not None
-        return math.ceil(n / self.concurrency) * (1 + self.retries) * (self.timeout + BETWEEN_TRIES_S)
+        starts = START_S if isinstance(self.function, InProcesses) else 0.0
+        return starts + math.ceil(n / self.concurrency) * (1 + self.retries) * (self.timeout + BETWEEN_TRIES_S)
 
 
 @dataclass(frozen=True)
