@@ -412,8 +412,11 @@ def test_f22_a_service_that_was_away_is_asked_again_for_what_it_owes(
     # 4 calls, then 3 for the rows without a score, and after the next pause 3 more, which are answered.
     asked = [one for [one] in module_of(rewards)["asked"]]
     assert asked == ["0", "1", "2", "3", *"123", *"123"]
-    why = "rank 1: reward 'f' (judge.py:f), step 3: 3 of 4 completions have no score (ConnectionError: refused (judge.py:6)); "
-    told = [f"{why}they are asked for again in {pause} s" for pause in ("0.01", "0.02")]
+    why = "3 of 4 completions have no score (ConnectionError: refused (judge.py:6))"
+    told = [
+        f"rank 1: reward 'f' (judge.py:f), step 3: {why}; they are asked for again in {pause} s"
+        for pause in ("0.01", "0.02")
+    ]
     assert capfd.readouterr().out.splitlines() == told
 
 

@@ -36,8 +36,8 @@ def ask_until_scored(
         for i, rows in again.items():
             reasons = "; ".join(dict.fromkeys(every[i].failures[row] for row in rows))
             say(  # while it waits, of every rank: each has rows of its own
-                f"{_of_rank()}{functions[i].label}, step {occasion.state.global_step + 1}: {len(rows)} of {n} completions have no "
-                f"score ({reasons:.300}); they are asked for again in {seconds:g} s"
+                f"{_of_rank()}{functions[i].label}, step {occasion.state.global_step + 1}: {len(rows)} of {n} "
+                f"completions have no score ({reasons:.300}); they are asked for again in {seconds:g} s"
             )
         _pause(seconds)
         for i, part in ask(functions, again, completions, occasion).items():
