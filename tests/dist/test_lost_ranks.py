@@ -85,7 +85,7 @@ def test_b35_a_rank_that_hangs_is_told_with_rank_and_step(tmp_path: Path) -> Non
     write_run(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
     arguments = ["-m", "trainer", "train", "run.toml", "--checkpoint.every", "1"]
-    arguments += ["--watch.hang_timeout", "6", "--reward.score.timeout", "5"]
+    arguments += ["--watch.hang_timeout", "6", "--reward.score.timeout", "2"]
     fault = {"ZERO_GRPO_TEST": "1", "ZERO_GRPO_FAULT": "spin@rank1:step2:phase=rollout"}
     waiting, hanging = run_ranks(arguments, 2, 29741, folder=tmp_path, timeout=120, **fault)
     assert waiting.code == hanging.code == 4 and "Traceback" not in waiting.output, waiting.output[-3000:]

@@ -291,9 +291,9 @@ CASES = [
     ),
     (
         "hang_outlasts_calls",
-        {"watch__hang_timeout": 30.0},
-        ["reward.a.timeout = 30", "watch.hang_timeout = 30"],
-        {"watch__hang_timeout": 31.0},
+        {"watch__hang_timeout": 74.0},
+        ["reward.a.timeout = 30", "watch.hang_timeout = 74", "more than 29.6 s", "Raise watch.hang_timeout to 75"],
+        {"watch__hang_timeout": 75.0},
     ),
     ("key_variable", {"reward": [another(key_env="MY KEY")]}, ["reward.a.key_env"], {}),
     (

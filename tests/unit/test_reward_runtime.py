@@ -18,7 +18,7 @@ from trainer import interrupts
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
 from trainer.errors import Preempted, Stopped
-from trainer.rewards import asking, calls
+from trainer.rewards import asking, calls, processes
 from trainer.rewards.ledger import Ledger
 from trainer.rewards.runtime import RewardRuntime
 
@@ -203,8 +203,10 @@ def test_no_reward_makes_the_other_ranks_wait_until_they_give_up(tmp_path: Path)
     """
     rewards = runtime(tmp_path, source, hang_timeout=1.0, timeout=0.3, retries=0, max_unscored=1.0)
     start = time.monotonic()
-    rewards.score(rows(30), 0)
+    result = rewards.score(rows(30), 0)
     assert time.monotonic() - start < 0.9  # not 30 times 0.15 s
+    assert "no answer within 0.3 s" not in str(result.messages)
+    assert "all that was left of the step's share of watch.hang_timeout, called row by row" in str(result.messages)
 
 
 # In processes
@@ -395,18 +397,27 @@ async def f(completions):
 
 
 def test_f22_a_service_that_was_away_is_asked_again_for_what_it_owes(
-    tmp_path: Path, short_pauses: None, as_services: None, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    short_pauses: None,
+    as_services: None,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rewards = runtime(tmp_path, AWAY.format(fails=7, error="raise ConnectionError('refused')"), max_unscored=0.25)
     scored = rows()
-    messages = rewards.score(scored, 2).messages
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert rewards.score(scored, 2).messages == []
     assert [c.reward for c in scored] == [1.0, 2.0, 3.0, 4.0]
     # 4 calls, then 3 for the rows without a score, and after the next pause 3 more, which are answered.
     asked = [one for [one] in module_of(rewards)["asked"]]
     assert asked == ["0", "1", "2", "3", *"123", *"123"]
-    why = "reward 'f' (judge.py:f), step 3: 3 of 4 completions have no score (ConnectionError: refused (judge.py:6)); "
-    assert messages == [f"{why}they are asked for again in {pause} s" for pause in ("0.01", "0.02")]
-    assert messages[0] in capfd.readouterr().out  # said while it waits
+    why = "3 of 4 completions have no score (ConnectionError: refused (judge.py:6))"
+    told = [
+        f"rank 1: reward 'f' (judge.py:f), step 3: {why}; they are asked for again in {pause} s"
+        for pause in ("0.01", "0.02")
+    ]
+    assert capfd.readouterr().out.splitlines() == told
 
 
 def test_f23_a_service_that_stays_away_ends_the_run_after_the_last_pause(
@@ -497,6 +508,11 @@ def test_a_service_that_another_process_asks_may_heal(tmp_path: Path, short_paus
     assert [c.reward for c in scored] == [1.0, 1.0]
 
 
+def test_processes_that_are_slow_to_start_are_waited_for(tmp_path: Path) -> None:
+    reward = runtime(tmp_path, "def f(completions): ...", concurrency=2, timeout=0.5, retries=0)._functions[0]
+    assert reward.longest(2) == processes.START_S + 0.5 + calls.BETWEEN_TRIES_S
+
+
 # The ledger
 
 PAID = """
@@ -526,7 +542,10 @@ def test_f24_what_was_paid_for_is_not_asked_again(tmp_path: Path, as_services: N
     assert found[0][0] == [0.0, None, 2 / 7] and found[0][1] == {"odd": [None, None, "2", None]}
     rewards, scored = runtime(tmp_path, PAID), rows(level=1)
     rewards.ledger = Ledger(tmp_path, 0, ranks=1)
-    assert rewards.score(scored, 3).metrics["length"] == found[1][2]  # bit for bit, from the file
+    result = rewards.score(scored, 3)
+    assert result.metrics["length"] == found[1][2]  # bit for bit, from the file
+    told = f"4 scores of step 4 taken from {rewards.ledger.file}; delete it to ask again"
+    assert [message for message in result.messages if told in message]
     assert scored[3].reward == 3 / 7 and module_of(rewards)["asked"] == []
 
 

@@ -1,5 +1,6 @@
 """All rewards of a step: asked at the same time, and asked again where a service was away."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -21,10 +22,9 @@ def ask_until_scored(
     functions: Sequence[RewardFunction],
     completions: Sequence[Completion],
     occasion: Occasion,
-    messages: list[str],
 ) -> list[Scores]:
     """What each reward says. Where one fails on more rows than it may, and few enough of them for good, the run pauses,
-    and the others are asked again; ``messages`` gets each pause."""
+    and the others are asked again; it says so."""
     n = len(completions)
     first = ask(functions, dict.fromkeys(range(len(functions)), range(n)), completions, occasion)
     every = [first[i] for i in range(len(functions))]
@@ -35,12 +35,10 @@ def ask_until_scored(
             break
         for i, rows in again.items():
             reasons = "; ".join(dict.fromkeys(every[i].failures[row] for row in rows))
-            told = (
-                f"{functions[i].label}, step {occasion.state.global_step + 1}: {len(rows)} of {n} completions have no "
-                f"score ({reasons:.300}); they are asked for again in {seconds:g} s"
+            say(  # while it waits, of every rank: each has rows of its own
+                f"{_of_rank()}{functions[i].label}, step {occasion.state.global_step + 1}: {len(rows)} of {n} "
+                f"completions have no score ({reasons:.300}); they are asked for again in {seconds:g} s"
             )
-            say(told)  # a run that waits says so while it does
-            messages.append(told)
         _pause(seconds)
         for i, part in ask(functions, again, completions, occasion).items():
             every[i].put(again[i], part)
@@ -84,6 +82,10 @@ def worth_another_try(section: Reward, scores: Scores) -> list[int]:
     allowed = section.max_unscored * len(scores.values)
     lasting = len(scores.failures) - len(scores.may_heal)
     return sorted(scores.may_heal) if len(scores.failures) > allowed >= lasting else []
+
+
+def _of_rank() -> str:
+    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
 def _pause(seconds: float) -> None:

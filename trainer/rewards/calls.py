@@ -19,6 +19,7 @@ from trainer.rewards.failed import may_heal
 from trainer.rewards.functions import TrainerState, describe
 from trainer.rewards.ledger import Ledger
 from trainer.rewards.limit import Overdue, call_within
+from trainer.rewards.processes import START_S, InProcesses
 
 BETWEEN_TRIES_S = 30.0
 """What a call may wait before each try: for a service to be less busy, for a process to start."""
@@ -50,7 +51,8 @@ class RewardFunction:
     def longest(self, n: int) -> float:
         """Seconds after which n completions that are asked for one by one are given up."""
         assert self.concurrency is not None
-        return math.ceil(n / self.concurrency) * (1 + self.retries) * (self.timeout + BETWEEN_TRIES_S)
+        starts = START_S if isinstance(self.function, InProcesses) else 0.0
+        return starts + math.ceil(n / self.concurrency) * (1 + self.retries) * (self.timeout + BETWEEN_TRIES_S)
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ def score_rows(reward: RewardFunction, completions: Sequence[Completion], occasi
         return _score_at_once(reward, completions, occasion)
     error = ""
     for _ in range(1 + reward.retries):
+        seconds = occasion.at_most(reward.timeout)
         try:
-            return _call(reward, completions, occasion)
+            return _call(reward, completions, occasion, seconds)
         except Overdue:
             scores = Scores(values=[None] * len(completions))
             for i in range(len(completions)):
-                scores.fail(i, f"no answer within {reward.timeout:g} s", may_heal=reward.is_async)
+                scores.fail(i, _late(reward, seconds), may_heal=reward.is_async)
             return scores
         except (RunEnd, CancelledError):
             raise
@@ -100,13 +103,13 @@ def score_rows(reward: RewardFunction, completions: Sequence[Completion], occasi
 def _score_each(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion, error: str) -> Scores:
     scores = Scores(values=[None] * len(completions))
     for i, completion in enumerate(completions):
+        seconds = occasion.at_most(reward.timeout)
         try:
-            scores.put([i], _call(reward, [completion], occasion))
+            scores.put([i], _call(reward, [completion], occasion, seconds))
         except Overdue:
             # Stuck once is stuck for the others too; waiting for each would take a limit per row.
             for late in range(i, len(completions)):
-                why = f"no answer within {reward.timeout:g} s, called row by row"
-                scores.fail(late, why, may_heal=reward.is_async)
+                scores.fail(late, f"{_late(reward, seconds)}, called row by row", may_heal=reward.is_async)
             break
         except (RunEnd, CancelledError):
             raise
@@ -117,9 +120,13 @@ def _score_each(reward: RewardFunction, completions: Sequence[Completion], occas
     return scores
 
 
-def _call(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion) -> Scores:
+def _late(reward: RewardFunction, seconds: float) -> str:
+    left = "" if seconds == reward.timeout else ", all that was left of the step's share of watch.hang_timeout"
+    return f"no answer within {seconds:.3g} s{left}"
+
+
+def _call(reward: RewardFunction, completions: Sequence[Completion], occasion: Occasion, seconds: float) -> Scores:
     scores, keywords = _prepared(reward, completions, occasion)
-    seconds = occasion.at_most(reward.timeout)
     if reward.is_async:
         assert occasion.loop is not None
         returned = occasion.loop.run(_awaited(reward.function, keywords), seconds)
@@ -155,6 +162,10 @@ def _score_at_once(reward: RewardFunction, completions: Sequence[Completion], oc
             for task in tasks:
                 task.cancel()
 
+    scores = Scores(values=[None] * len(completions))
+    if ledger is not None and answered:
+        taken = f"{len(answered)} scores of step {occasion.state.global_step + 1} taken from {ledger.file}"
+        scores.notes.append(f"{reward.label}: {taken}; delete it to ask again")
     late = ""
     try:
         if asked:
@@ -165,7 +176,6 @@ def _score_at_once(reward: RewardFunction, completions: Sequence[Completion], oc
     finally:
         if ledger is not None:
             ledger.flush()
-    scores = Scores(values=[None] * len(completions))
     came = dict(answered)  # a call that is being cancelled may still answer
     for i in range(len(completions)):
         if i in came:

@@ -14,6 +14,7 @@ import torch
 
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
+from trainer.config.rules.reward import SHARE_OF_HANG_TIMEOUT
 from trainer.errors import Refused, Stopped
 from trainer.rewards import builtin
 from trainer.rewards.answers import Scores, row_name
@@ -30,9 +31,6 @@ from trainer.rewards.reward_model import RewardModel
 from trainer.rewards.services.resolve import service
 from trainer.rewards.services.service import Service
 
-SHARE_OF_HANG_TIMEOUT = 0.4
-"""A step stops waiting for its rewards when so much of watch.hang_timeout is over, which the other ranks wait in their
-next collective. Less than half, since an evaluation scores twice between two of them."""
 MOST_REASONS = 5
 """Told of a step."""
 NOT_OF_A_SCORE = {"weight", "max_unscored", "fallback", "timeout", "concurrency", "retries"}
@@ -59,7 +57,7 @@ class RewardRuntime:
 
     def __init__(self, rewards: Sequence[Reward], run_file_dir: Path, *, hang_timeout: float = math.inf) -> None:
         self.sections = tuple(rewards)
-        self.patience = max([hang_timeout * SHARE_OF_HANG_TIMEOUT, *(section.timeout for section in self.sections)])
+        self.patience = hang_timeout * SHARE_OF_HANG_TIMEOUT
         """Seconds that the rewards of a step may take, pauses included."""
         self.ledger: Ledger | None = None
         """Of a run that leaves records."""
@@ -107,7 +105,7 @@ class RewardRuntime:
             return result
         state = TrainerState(global_step=step, max_steps=self.max_steps)
         occasion = Occasion(state, self._loop, self.ledger, time.monotonic() + self.patience)
-        every = ask_until_scored(self.sections, self._functions, completions, occasion, result.messages)
+        every = ask_until_scored(self.sections, self._functions, completions, occasion)
         failed: list[set[str]] = [set() for _ in completions]
         for section, reward, scores in zip(self.sections, self._functions, every, strict=True):
             _judge_failures(section, reward, scores, completions, step, result)

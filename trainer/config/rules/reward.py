@@ -1,5 +1,6 @@
 """Rules about the [[reward]] tables."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ from trainer.config.schema import RunConfig
 
 CALLABLE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SHARE_OF_HANG_TIMEOUT = 0.4
+"""A step stops waiting for its rewards when so much of watch.hang_timeout is over, which the other ranks wait in their
+next collective. Less than half, since an evaluation scores twice between two of them."""
 # kind -> keys it needs, and keys it may have; all others of this list say nothing to it.
 OWN_KEYS = ("function", "pattern", "target", "limit", "path", "url", "model", "prompt", "key_env")
 NEEDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -118,11 +122,14 @@ def concurrency_has_calls(config: RunConfig) -> Iterator[Problem]:
 
 def hang_outlasts_calls(config: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(config.reward):
-        if entry.timeout >= config.watch.hang_timeout:
+        if entry.timeout > (most := config.watch.hang_timeout * SHARE_OF_HANG_TIMEOUT):
             yield Problem(
                 (("reward", index, "timeout"), ("watch", "hang_timeout")),
-                f"reward.{entry.name}.timeout = {entry.timeout:g} s is not below watch.hang_timeout ="
-                f" {config.watch.hang_timeout:g} s: a slow call would end the job as hung. Raise watch.hang_timeout.",
+                f"reward.{entry.name}.timeout = {entry.timeout:g} s is more than {most:g} s,"
+                f" {SHARE_OF_HANG_TIMEOUT:g} of watch.hang_timeout = {config.watch.hang_timeout:g} s: the rewards of a"
+                " step get no more, since the other ranks wait, in an evaluation twice as long, and a slow call would"
+                " end the job as hung. Raise"
+                f" watch.hang_timeout to {math.ceil(entry.timeout / SHARE_OF_HANG_TIMEOUT)}.",
             )
 
 
