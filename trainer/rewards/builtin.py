@@ -202,13 +202,13 @@ def reasoning_gym(completions: list[Any], entry: list[Any], source: list[str]) -
         row = json.loads(row) if isinstance(row, str) else row
         answer = text.strip() if said is None else said
         # The task itself, and the one that a row of a composite comes from.
-        names = {
+        names = [
             task.removeprefix("reasoning_gym:").partition("?")[0],
             (row.get("metadata") or {}).get("source_dataset"),
-        }
-        for name in names - {None}:
+        ]
+        for name in names:
             answer = as_data(name, answer)
-        if all(row_is_data(name, row) for name in names - {None}):
+        if all(row_is_data(name, row) for name in names):
             scores.append(float(_task_scorer(task)(answer=answer, entry=row)))
         else:
             scores.append(Failed("its row holds code where its task evaluates a number or a formula"))

@@ -34,17 +34,17 @@ ATTRIBUTE = re.compile(r"__|\.\s*[A-Za-z_]")
 CALLED = re.compile(r"([A-Za-z_]\w*)\s*\(|\)\s*\(")
 
 
-def as_data(task: str, answer: str) -> str:
+def as_data(task: str | None, answer: str) -> str:
     """``answer``, or "" where its task would run it."""
     if task in LITERALS and not _is_literal(answer):
         return ""
     return "" if task in FORMULAS and not _is_formula(answer.strip()) else answer
 
 
-def row_is_data(task: str, row: dict[str, Any]) -> bool:
+def row_is_data(task: str | None, row: dict[str, Any]) -> bool:
     """Whether what the task evaluates of a row is data. Rows of a file may hold anything."""
     value: Any = row
-    for key in ROWS.get(task, ()):
+    for key in ROWS.get(task or "", ()):
         value = value.get(key, "") if isinstance(value, dict) else ""
     return value is row or (isinstance(value, str) and (_is_formula(value.strip()) or _is_literal(value)))
 
