@@ -96,7 +96,7 @@ def prepared(kind: str, inputs: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
 def test_damaged_input_is_refused_or_right(
     kind: str, inputs: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tried(kind, range(12), prepared(kind, inputs, monkeypatch, capfd), here, capfd)
+    tried(kind, range(8), prepared(kind, inputs, monkeypatch, capfd), here, capfd)
 
 
 @pytest.mark.full

@@ -6,8 +6,14 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import HfApi
+
+from trainer.config.sections import Model
+from trainer.errors import Refused
+from trainer.models.source import loaded
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -143,3 +149,39 @@ def test_s15_every_locked_release_has_hashes_and_is_the_one_installed() -> None:
     assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", release) for release in releases)
     installed = {name: importlib.metadata.version(name).partition("+")[0] for name in locked}
     assert installed == locked
+
+
+@pytest.mark.parametrize(
+    ("files", "is_refused"),
+    [
+        (["config.json", "pytorch_model.bin"], True),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], True),
+        (["pytorch_model.bin", "model.safetensors"], False),
+        (["pytorch_model.bin", "model-00001-of-00002.safetensors"], False),
+        (["config.json"], False),  # a mirror that lists little: the loader says what it meets
+    ],
+)
+def test_a_model_on_the_hub_in_pickles_alone_is_refused(
+    files: list[str], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: listed)
+    model = Model(name_or_path="no-such-owner/model")
+    if is_refused:
+        with pytest.raises(Refused, match=r"pytorch_model\.bin, a pickle, which can hold code"):
+            loaded(model, lambda: "loaded")
+    else:
+        assert loaded(model, lambda: "loaded") == "loaded"
+    assert loaded(model, lambda: "loaded", key="reward.judge.path") == "loaded"  # read by torch's weights-only reader
+
+
+@pytest.mark.parametrize("revision", ["", "main", "v1.0", "abc1234", "A" * 40, "0123456789abcdef" * 2])
+def test_s3_code_of_a_model_is_run_at_a_pinned_commit_alone(revision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=None))
+    with pytest.raises(Refused, match=r"trust_remote_code.*Fix: all 40 digits of it as model\.revision"):
+        loaded(Model(name_or_path="owner/model", trust_remote_code=True, revision=revision), lambda: "loaded")
+    pinned = Model(
+        name_or_path="owner/model", trust_remote_code=True, revision="0123456789abcdef0123456789abcdef01234567"
+    )
+    assert loaded(pinned, lambda: "loaded") == "loaded"
+    assert loaded(Model(name_or_path="owner/model", revision=revision), lambda: "loaded") == "loaded"

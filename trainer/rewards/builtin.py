@@ -13,6 +13,7 @@ from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
 from trainer.errors import Refused
 from trainer.rewards.arguments import Signature, arguments, in_rows, text_of
+from trainer.rewards.evaluated import as_data, row_is_data
 from trainer.rewards.failed import Failed
 from trainer.rewards.functions import describe, did_you_mean
 from trainer.rewards.limit import Overdue, call_within
@@ -181,7 +182,7 @@ def math_verify(completions: list[Any], answer: list[Any]) -> list[float | Faile
     return scores
 
 
-def reasoning_gym(completions: list[Any], entry: list[Any], source: list[str]) -> list[float]:
+def reasoning_gym(completions: list[Any], entry: list[Any], source: list[str]) -> list[float | Failed]:
     """The score that the row's Reasoning Gym task gives, 0 to 1.
 
     Columns: `source`, the task as in data.source ("reasoning_gym:TASK?max_value=9"), or its bare name, and `entry`, the
@@ -194,12 +195,23 @@ def reasoning_gym(completions: list[Any], entry: list[Any], source: list[str]) -
     """
     from reasoning_gym.utils import extract_answer
 
-    scores = []
+    scores: list[float | Failed] = []
     for completion, row, task in zip(completions, entry, source, strict=True):
         text = text_of(completion)
         said = extract_answer(text)
         row = json.loads(row) if isinstance(row, str) else row
-        scores.append(float(_task_scorer(task)(answer=text.strip() if said is None else said, entry=row)))
+        answer = text.strip() if said is None else said
+        # The task itself, and the one that a row of a composite comes from.
+        names = [
+            task.removeprefix("reasoning_gym:").partition("?")[0],
+            (row.get("metadata") or {}).get("source_dataset"),
+        ]
+        for name in names:
+            answer = as_data(name, answer)
+        if all(row_is_data(name, row) for name in names):
+            scores.append(float(_task_scorer(task)(answer=answer, entry=row)))
+        else:
+            scores.append(Failed("its row holds code where its task evaluates a number or a formula"))
     return scores
 
 
