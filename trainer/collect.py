@@ -81,8 +81,7 @@ def score(state: State, completions: list[Completion], sums: Sums) -> list[str]:
 
 
 def of_all_ranks(messages: list[str], world: World) -> list[str]:
-    """What the ranks have to tell, each thing once: rank 0 prints, and scores its own completions alone. A
-    collective."""
+    """What all ranks have to tell, each thing once: rank 0 prints, and has its own completions alone. A collective."""
     told = list(dict.fromkeys(message for part in world.gather_objects(messages) for message in part))
     others = len(told) - MOST_MESSAGES
     return told if others <= 0 else [*told[:MOST_MESSAGES], f"and {others} more messages of this kind"]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,8 @@ def test_a_probe_is_paid_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
             "no such model"
             in probe_rewards(RewardRuntime([failed], Path()), prompts, tiny_tokenizer(), Lengths(8, 8)).errors[0]
         )
-        before = len(stub.asked)
-        probe_rewards(RewardRuntime([failed], Path()), prompts, tiny_tokenizer(), Lengths(8, 8))
-        assert len(stub.asked) == before + paid, "a failure is not kept"
+        again = probe_rewards(RewardRuntime([failed], Path()), prompts, tiny_tokenizer(), Lengths(8, 8))
+        assert again.scores == first.scores and again.notes == first.notes, "a refusal is not kept"
     assert MODEL not in "".join(file.read_text() for file in paid_probe._folder().iterdir())
 
 
@@ -219,6 +219,29 @@ def test_another_key_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             probed(section("openai", stub.address))
             assert len(stub.asked) == 2 * times
     assert "of-mine" not in "".join(f"{file} {file.read_text()}" for file in paid_probe._folder().iterdir())
+
+
+def test_a_service_that_is_away_is_waited_for_once_a_host_and_nobody_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = "held = []\nasked = []\ndef f(completions): asked.append(bool(held)); return [1, 0]\n"
+    (tmp_path / "local.py").write_text(source)
+    local = Reward(name="local", kind="python", function="local.py:f")
+    with Stub(["503"], lasting=True) as stub:
+        paid = section("openai", stub.address, retries=0, max_unscored=0)
+        runtime = RewardRuntime([paid, local], tmp_path)
+        module = sys.modules[runtime._functions[1].function.__module__]
+        monkeypatch.setattr("fcntl.flock", lambda *_: module.held.append(1))
+        first = probed_by(runtime)
+        times = len(stub.asked)
+        second = probed_by(runtime)
+        assert module.asked[0] is False and list(first.scores) == ["judge", "local"]
+        assert len(stub.asked) == times > 0 and "503" in first.errors[0]
+        assert "503" in second.errors[0] and "s ago)" in second.errors[0]
+        monkeypatch.setattr(paid_probe, "FAILED_KEPT_S", 0.0)
+        stub.faults = []
+        runtime = RewardRuntime([paid], tmp_path)
+        assert probed_by(runtime).scores["judge"]["reference"] == 0.7
 
 
 def no_locks(*_: object) -> None:
@@ -242,5 +265,9 @@ def test_a_probe_needs_no_cache(without: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def probed(*rewards: Reward) -> Probes:
+    return probed_by(RewardRuntime(rewards, Path()))
+
+
+def probed_by(runtime: RewardRuntime) -> Probes:
     prompts = [row.prompt for row in completions(1)]
-    return probe_rewards(RewardRuntime(rewards, Path()), prompts, tiny_tokenizer(), Lengths(8, 8))
+    return probe_rewards(runtime, prompts, tiny_tokenizer(), Lengths(8, 8))

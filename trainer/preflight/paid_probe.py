@@ -8,24 +8,28 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from trainer.batch import Completion
 from trainer.config.grpo import Reward
+from trainer.rewards.answers import Scores
 
 KEPT_S = 3600.0
 """Short, since a key may be withdrawn or a server stopped meanwhile."""
 
 
+FAILED_KEPT_S = 60.0
+"""Of a service that is away: for the other ranks of this host, which else would wait for it one after another."""
 NO_CACHE = (OSError, RuntimeError)
 """What a folder that cannot be used raises, and pathlib of a user without a home."""
 
 
-class Kept(TypedDict):
-    """The scores of one probe, which had no failures."""
+@dataclass(frozen=True)
+class Kept:
+    """What one probe brought, and when."""
 
-    values: list[float | None]
+    scores: Scores
     at: float
 
 
@@ -43,18 +47,23 @@ def one_at_a_time() -> Iterator[None]:
 
 def known(section: Reward, completions: Sequence[Completion]) -> Kept | None:
     try:
-        kept: Kept = json.loads(_file(section, completions).read_text("utf-8"))
-        return kept if 0 <= time.time() - kept["at"] < KEPT_S else None
-    except (*NO_CACHE, ValueError, KeyError, TypeError):  # never kept, or damaged
+        record = json.loads(_file(section, completions).read_text("utf-8"))
+        scores, ago = Scores(list(record["values"])), time.time() - record["at"]
+        for place, (why, heals) in record["failures"].items():
+            scores.fail(int(place), f"{why} (asked {ago:.0f} s ago)", may_heal=heals)
+    except (*NO_CACHE, ValueError, KeyError, TypeError, AttributeError):  # never kept, or damaged
         return None
+    return Kept(scores, record["at"]) if 0 <= ago < (FAILED_KEPT_S if scores.failures else KEPT_S) else None
 
 
-def keep(section: Reward, completions: Sequence[Completion], values: list[float | None]) -> None:
-    """Numbers alone, no text of the data and no key."""
+def keep(section: Reward, completions: Sequence[Completion], scores: Scores) -> None:
+    """Numbers and reasons, no key."""
+    failures = {place: (why, place in scores.may_heal) for place, why in scores.failures.items()}
     try:
         file = _file(section, completions)
         beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(Kept(values=values, at=time.time())), "utf-8")
+        record = {"values": scores.values, "failures": failures, "at": time.time()}
+        beside.write_text(json.dumps(record), "utf-8")
         os.replace(beside, file)
     except NO_CACHE:  # then the next one pays again
         return

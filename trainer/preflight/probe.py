@@ -80,21 +80,36 @@ def probe_rewards(
 def _asked(
     rewards: RewardRuntime, completions: list[Completion], probes: Probes
 ) -> list[tuple[Reward, RewardFunction, Scores | str]]:
-    """Asks all rewards; of those that a key pays for only what has not been asked within the hour."""
+    """Asks all rewards; of those that a key pays for only what has not been asked within the hour. The ranks of a host
+    wait for one another there alone."""
     paid = [section for section in rewards.sections if section.key_env]
+    found = _ask(rewards, [one for one in rewards.sections if not one.key_env], completions, {}, probes)
     with paid_probe.one_at_a_time() if paid else nullcontext():
-        kept = {one.name: found for one in paid if (found := paid_probe.known(one, completions)) is not None}
-        known = {name: Scores(list(found["values"])) for name, found in kept.items()}
-        asked, start = [], time.perf_counter()
-        for section, reward, scores in rewards.probe(completions, known):
-            asked.append((section, reward, scores))
-            probes.seconds[section.name], start = time.perf_counter() - start, time.perf_counter()
+        kept = {one.name: before for one in paid if (before := paid_probe.known(one, completions)) is not None}
+        found |= _ask(rewards, paid, completions, {name: before.scores for name, before in kept.items()}, probes)
+        for section in paid:
+            _, reward, scores = found[section.name]
             if section.name in kept:
-                minutes = (time.time() - kept[section.name]["at"]) / 60
-                probes.notes.append(f"{reward.label} was tried {minutes:.0f} minutes ago, and not again")
-            elif section in paid and isinstance(scores, Scores) and not scores.failures:
-                paid_probe.keep(section, completions, scores.values)
-    return asked
+                ago = time.time() - kept[section.name].at
+                probes.notes.append(f"{reward.label} was tried {ago / 60:.0f} minutes ago, and not again")
+            elif isinstance(scores, Scores):
+                paid_probe.keep(section, completions, scores)
+    return [found[section.name] for section in rewards.sections]
+
+
+def _ask(
+    rewards: RewardRuntime,
+    sections: Sequence[Reward],
+    completions: list[Completion],
+    known: dict[str, Scores],
+    probes: Probes,
+) -> dict[str, tuple[Reward, RewardFunction, Scores | str]]:
+    """By name; ``probes`` gets the seconds of each."""
+    found, start = {}, time.perf_counter()
+    for section, reward, scores in rewards.probe(completions, known, {section.name for section in sections}):
+        found[section.name] = (section, reward, scores)
+        probes.seconds[section.name], start = time.perf_counter() - start, time.perf_counter()
+    return found
 
 
 def _said(prompts: Sequence[Prompt]) -> dict[str, str]:

@@ -136,12 +136,14 @@ class RewardRuntime:
         return notes
 
     def probe(
-        self, completions: list[Completion], known: Mapping[str, Scores]
+        self, completions: list[Completion], known: Mapping[str, Scores], names: Collection[str]
     ) -> Iterator[tuple[Reward, RewardFunction, Scores | str]]:
-        """What each reward says of a few completions before the first step, or how it breaks its contract. Nothing is
-        kept, and no share of failures ends anything. ``known``, by name, are not asked."""
+        """What each reward of ``names`` says of a few completions before the first step, or how it breaks its
+        contract. Nothing is kept, and no share of failures ends anything. ``known``, by name, are not asked."""
         occasion = Occasion(TrainerState(global_step=0, max_steps=self.max_steps), self._loop)
         for section, reward in zip(self.sections, self._functions, strict=True):
+            if section.name not in names:
+                continue
             try:
                 yield section, reward, known.get(section.name) or score_rows(reward, completions, occasion)
             except Stopped as broken:

@@ -126,10 +126,10 @@ def hang_outlasts_calls(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 (("reward", index, "timeout"), ("watch", "hang_timeout")),
                 f"reward.{entry.name}.timeout = {entry.timeout:g} s is more than {most:g} s,"
-                f" {SHARE_OF_HANG_TIMEOUT:g} of watch.hang_timeout = {config.watch.hang_timeout:g} s: the rewards of a"
-                " step get no more, since the other ranks wait, in an evaluation twice as long, and a slow call would"
-                " end the job as hung. Raise"
-                f" watch.hang_timeout to {math.ceil(entry.timeout / SHARE_OF_HANG_TIMEOUT)}.",
+                f" {SHARE_OF_HANG_TIMEOUT:g} of watch.hang_timeout = {config.watch.hang_timeout:g} s: the rewards"
+                " of a step get no more, since the other ranks wait, in an evaluation twice as long, and a slow call"
+                " would end the job as hung. Raise watch.hang_timeout to"
+                f" {math.ceil(entry.timeout / SHARE_OF_HANG_TIMEOUT)}.",
             )
 
 
