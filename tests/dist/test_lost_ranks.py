@@ -96,4 +96,4 @@ def test_b35_a_rank_that_hangs_is_told_with_rank_and_step(tmp_path: Path) -> Non
     assert (status["state"], status["exit_code"], status["step"], status["rank"]) == ("lost", 4, 1, 1)
     assert "in _spin" in (tmp_path / "out/stacks-rank1.txt").read_text()
     assert "in all_reduce" in (tmp_path / "out/stacks-rank0.txt").read_text()
-    assert left(tmp_path) == []
+    wait_for(lambda: left(tmp_path) == [], seconds=10)

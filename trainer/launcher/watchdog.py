@@ -113,6 +113,8 @@ class Ward:
 
     def words(self, seconds: float) -> str:
         where = f"in phase {PHASES[self.cells[PHASE]]} of step {self.cells[STEP]}"
+        if not self.cells[MET]:
+            where = "at its start"
         if self.state == "X":
             return f"ended {where} (process {self.pid}), and the others of this host wait for it"
         return (
