@@ -157,7 +157,8 @@ class Watchdog:
         """Those that are silent and wait for nobody here, the first that stopped. Where all wait, for a rank of another
         host perhaps, whose own watchdog will say it: all of them, but later."""
         silent = [one for one in self.wards if one.silent >= self.seconds and one.state != "X"]
-        late = [one for one in silent if one.silent >= 2 * self.seconds]
+        all_wait = len(silent) == len(self.wards)
+        late = [one for one in silent if all_wait and one.silent >= 2 * self.seconds]
         ranks = {one.rank for one in silent}
         if not silent or (ranks == self.looked_at and not late):
             return []
