@@ -48,7 +48,7 @@ def results() -> Iterator[Callable[[str, dict[str, Any]], None]]:
 
     def keep(name: str, measured: dict[str, Any]) -> None:
         commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+            ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
         ).stdout.strip()
         RESULTS.mkdir(exist_ok=True)
         content = {"commit": commit, "seconds": round(time.time() - start), **measured}

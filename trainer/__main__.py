@@ -128,6 +128,9 @@ def hosts(arguments: argparse.Namespace, overrides: list[str]) -> int:
         sys.stdout.write(f"\n{side_by_side}\n" if (side_by_side := compared(found, answers)) else "")
         if wrong := problems(found, answers):
             raise Refused("these hosts cannot train together:\n" + "\n".join(f"  {one}." for one in wrong))
+        from trainer.preflight.bandwidth import between
+
+        sys.stdout.write(f"\n{measured}\n" if (measured := between(found, answers)) else "")
     return 0
 
 

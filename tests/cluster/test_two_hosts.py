@@ -362,6 +362,8 @@ def test_what_two_hosts_have_side_by_side(hosts: Hosts) -> None:
     assert rows["host"][1:] == ["hosta", "hostb"] and "!" not in ended.out
     assert rows["address"][1] != rows["address"][2] and rows["torch"][1] == rows["torch"][2]
     assert "-" not in rows["interface"][1:] and rows["clock"][1].startswith(("+0.", "-0."))
+    (measured,) = [line for line in ended.out.splitlines() if line.startswith("all_reduce of 64 MiB, a rank on each")]
+    assert "(gloo)" in measured and measured.endswith("Gb/s)") and nothing_left(hosts)
 
 
 LISTENER = """

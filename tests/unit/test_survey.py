@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from trainer.__main__ import main
-from trainer.launcher import survey
+from trainer.launcher import reach, survey
 from trainer.launcher.hosts import Host
 from trainer.launcher.probe import _interface, look
 from trainer.launcher.reach import PACKAGE_ROOT
+from trainer.preflight import bandwidth
+from trainer.world import World
 
 HOSTS = [Host("a", 1), Host("b.example.com", 4), Host("c", 1)]
 GIB = 2**30
@@ -112,3 +114,24 @@ def test_hosts_that_do_not_answer_end_the_command(
         "  a: not reachable: no route. Fix: a cable.",
         "  b: not reachable: no route. Fix: a cable.",
     ]
+
+
+def test_how_fast_hosts_all_reduce(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest counts; a ring sends twice the bytes but a share; one that cannot is named, and ends nothing."""
+    asked: list[dict[str, Any]] = []
+
+    def told(host: Host, question: dict[str, Any], script: str) -> dict[str, Any] | str:
+        asked.append(question)
+        return {"seconds": {"a": 0.1, "b.example.com": 0.2, "c": 0.1}[host.name], "backend": "gloo"}
+
+    monkeypatch.setattr(reach, "ask", told)
+    line = bandwidth.between(HOSTS, [answer] * 3)
+    assert line == "all_reduce of 64 MiB, a rank on each host (gloo): 200 ms; each sends 0.45 GB/s (3.6 Gb/s)"
+    assert sorted(one["RANK"] for one in asked) == ["0", "1", "2"] and {one["WORLD_SIZE"] for one in asked} == {"3"}
+    assert bandwidth.between(HOSTS[:1], [answer]) == ""
+    monkeypatch.setattr(reach, "ask", lambda *_: "no answer within 60 s. Fix: look")
+    assert bandwidth.between(HOSTS, [answer] * 3).endswith("not measured (a: no answer within 60 s. Fix: look)")
+
+
+def test_an_all_reduce_takes_time(world: World) -> None:
+    assert 0 < world.all_reduce_seconds(2**16) < 5

@@ -89,12 +89,12 @@ def meet(hosts: Sequence[Host], paths: Sequence[Path], shared: Path, port: int) 
     return Meeting(first["address"], first["port"])
 
 
-def ask(host: Host, ask: dict[str, Any]) -> dict[str, Any] | str:
-    """The probe's answer, or the reason for none and its fix."""
+def ask(host: Host, ask: dict[str, Any], script: str = probe.__file__) -> dict[str, Any] | str:
+    """The answer of the probe, or of another ``script``, or the reason for none and its fix."""
     question = base64.urlsafe_b64encode(json.dumps(ask).encode()).decode()
     command = [*SSH, host.name, sys.executable, "-I", "-", question]
     try:
-        ended = subprocess.run(command, input=Path(probe.__file__).read_bytes(), capture_output=True, timeout=60)
+        ended = subprocess.run(command, input=Path(script).read_bytes(), capture_output=True, timeout=60)
     except subprocess.TimeoutExpired:
         return f"no answer within 60 s. Fix: `ssh {host.name} true` must end at once"
     said = ended.stderr.decode(errors="replace").strip().splitlines()
