@@ -140,13 +140,13 @@ def test_b71_kill_9_at_twenty_points_of_each_rank(tmp_path: Path, results: Any) 
 
 
 def soak(folder: Path, kills: int, seed: int, port: int) -> dict[str, Any]:
-    """Kills of a random rank, or of both, at random moments of the first ten seconds. Every other step is saved."""
+    """Kills of a random rank, or of both, at random moments of the first six seconds. Every other step is saved."""
     chance = random.Random(seed)
-    runs = Runs(folder, 8 * kills, port, every=2)
+    runs = Runs(folder, 12 * kills, port, every=2)
     sys.stdout.write(f"seed {seed}\n")
     began = time.monotonic()
     for _ in range(kills):
-        runs.kill_after(chance.randrange(3), chance.uniform(0.5, 10))
+        runs.kill_after(chance.randrange(3), chance.uniform(0.5, 6))
     seconds = time.monotonic() - began
     bits = runs.finish()
     waited = runs.seconds_to_the_next_step()
