@@ -336,9 +336,10 @@ def test_a_server_of_ones_own_gets_what_the_row_holds() -> None:
     rows = completions(20, level=3)
     with Stub(value="-12.5") as stub:
         ask(section("http", stub.address, model="rm"), rows)
-        assert [len(asked.body["items"]) for asked in stub.asked] == [16, 4]
-        assert stub.asked[0].body["model"] == "rm"
-        assert stub.asked[0].body["items"][1] == {
+        full, rest = sorted((asked.body for asked in stub.asked), key=lambda body: -len(body["items"]))
+        assert (len(full["items"]), len(rest["items"])) == (16, 4)
+        assert full["model"] == "rm"
+        assert full["items"][1] == {
             "id": "1",
             "prompt": "What is 17 + 25?",
             "completion": "It is 1.",

@@ -46,6 +46,7 @@ CHARTS = (
     Chart("Gradient", "Advantages, text: 0, or another's", "share", ("advantage_bias", "text_unlike_ids")),
     Chart("Gradient", "Learning rate", "rate", ("lr",)),
     Chart("Speed and memory", "Seconds of a step", "s", ("seconds_",)),
+    Chart("Speed and memory", "Slowest rank / median of the others", "ratio", ("slowest_rank_ratio",)),
     Chart("Speed and memory", "Speed", "completion tokens per s", ("tokens_per_second",)),
     Chart("Speed and memory", "Peak memory", "GiB", ("peak_memory_gib", "held_memory_gib")),
     Chart("Speed and memory", "Growth of what is held between steps", "MiB a step", ("memory_slope_mib",)),
