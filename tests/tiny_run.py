@@ -20,6 +20,9 @@ from trainer.state import State
 from trainer.train import grpo_step
 from trainer.world import World
 
+OF_THE_MACHINE = ("seconds", "tokens_per", "slowest_rank", "peak_memory", "held_memory", "memory_slope")
+"""Metrics, by how they begin, that two equal runs need not share: what a clock or an allocator says."""
+
 REWARDS = '''
 def spread(completion_ids, **_):
     """Another number for nearly every completion."""
@@ -192,3 +195,8 @@ def weights(state: State, *, everything: bool = False) -> dict[str, Tensor]:
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Largest absolute difference of two sets of weights."""
     return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+def repeatable(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step that an equal run has, bit for bit."""
+    return {name: value for name, value in metrics.items() if not name.startswith(OF_THE_MACHINE)}

@@ -1,5 +1,6 @@
 """Ranks and collectives. The only importer of torch.distributed; every collective of our own is written here, once."""
 
+import errno
 import io
 import os
 import pickle
@@ -90,7 +91,8 @@ class World:
                 write()
         except OSError as failed:
             free = shutil.disk_usage(folder).free / 1e6
-            error = Stopped(f"{folder}: cannot be written: {failed} ({free:.2f} MB are free). Fix: make room.")
+            fix = "make room" if failed.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+            error = Stopped(f"{folder}: cannot be written: {failed} ({free:.2f} MB are free). Fix: {fix}.")
         self.agree(error)
 
     def agree(self, error: RunEnd | None) -> None:

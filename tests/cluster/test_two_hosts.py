@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.two_hosts import Hosts, two_hosts, unavailable
-from tests.tiny_run import RUN_FILE, write_run
+from tests.tiny_run import RUN_FILE, repeatable, write_run
 
 ROOT = Path(__file__).parents[2]
 MULTINODE = ("bash", str(ROOT / "launch/multinode.sh"))
@@ -45,12 +45,15 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    folder = tmp_path_factory.mktemp("cluster")
+    with two_hosts(written(tmp_path_factory.mktemp("cluster"))) as running:
+        yield running
+
+
+def written(folder: Path) -> Path:
     write_run(folder)
     (folder / "run.toml").write_text(RUN_FILE + '[engine]\ndevice = "cpu"\n')
     (folder / "hosts.txt").write_text("# both\r\nhosta slots=1\r\nhostb\tslots=1 # the second\n")
-    with two_hosts(folder) as running:
-        yield running
+    return folder
 
 
 def started(hosts: Hosts, *command: str, **variables: str) -> subprocess.Popen[str]:
@@ -68,7 +71,7 @@ def started(hosts: Hosts, *command: str, **variables: str) -> subprocess.Popen[s
 def run(hosts: Hosts, *command: str, **variables: str) -> Ended:
     process = started(hosts, *command, **variables)
     try:
-        out, _ = process.communicate(timeout=200)
+        out, _ = process.communicate(timeout=600 if hosts.slow else 200)
     finally:
         process.kill()
     return Ended(process.returncode, out)
@@ -87,9 +90,7 @@ def nothing_left(hosts: Hosts) -> bool:
 
 def numbers(path: Path) -> list[dict[str, float]]:
     """The metrics of every step, without those of time and memory."""
-    measured = ("seconds_", "tokens_per_second", "peak_memory")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in rows]
+    return [repeatable(json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def status(folder: Path) -> dict[str, object]:
@@ -292,6 +293,21 @@ def test_f18_a_cable_that_is_pulled_ends_both_sides(hosts: Hosts) -> None:
     # Of ours: hostb's sshd does not hear of it, unless it is told to ask (ClientAliveInterval).
     running = (*hosts.processes("hosta"), *hosts.processes("hostb"))
     assert [line for pid in running if b"trainer" in (line := command_line(pid))] == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_f19_over_a_slow_and_lossy_cable_the_run_is_the_same(tmp_path: Path, hosts: Hosts) -> None:
+    """200 ms late and one packet in twenty lost, from the first word over ssh on: the same weights, bit for bit."""
+    few = ("--run.steps", "3", "--lora.r", "4", "--log.rollouts_every", "0", "--run.dir", "run-of-three")
+    with two_hosts(written(tmp_path), slow=True) as far:
+        over_it = run(far, *MULTINODE, "hosts.txt", "run.toml", *few)
+        assert over_it.code == 0, over_it.out
+        wait_for(lambda: nothing_left(far), 15)
+    assert run(hosts, *MULTINODE, "hosts.txt", "run.toml", *few).code == 0
+    adapter = "run-of-three/adapter/adapter_model.safetensors"
+    assert (tmp_path / adapter).read_bytes() == (hosts.folder / adapter).read_bytes()
+    assert numbers(tmp_path / "run-of-three/metrics.jsonl") == numbers(hosts.folder / "run-of-three/metrics.jsonl")
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Two hosts on this machine: network namespaces joined by a cable, each with its own address, name, /dev/shm and sshd.
 
 They share the file system, as a cluster shares one, but for ``private`` in ``folder``, which hostb has of its own.
+The cable is a fast one, or that of slow_cable.py.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,8 +65,10 @@ def unavailable() -> str:
 class Hosts:
     """The running pair. ``folder`` is seen by both."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, slow: bool) -> None:
         self.folder = folder
+        self.slow = slow
+        self.relay: subprocess.Popen[str] | None = None
         self.tag = f"zg{os.getpid()}"
         self.sshd: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -79,8 +83,7 @@ class Hosts:
         (self.folder / "private").mkdir()
         for name in ADDRESSES:
             _run("ip", "netns", "add", self._namespace(name))
-        here, there = (self._namespace(name) for name in ADDRESSES)
-        _run("ip", "link", "add", "eth0", "netns", here, "type", "veth", "peer", "name", "eth0", "netns", there)
+        self._connect(*(self._namespace(name) for name in ADDRESSES))
         for name, address in ADDRESSES.items():
             inside = ("ip", "-n", self._namespace(name))
             _run(*inside, "address", "add", f"{address}/24", "dev", "eth0")
@@ -93,7 +96,7 @@ class Hosts:
             for pid in self.processes(name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        for process in self.sshd.values():
+        for process in (*self.sshd.values(), *([self.relay] if self.relay else [])):
             process.kill()
             process.wait()
         for name in ADDRESSES:
@@ -116,6 +119,14 @@ class Hosts:
         """The cable between them, "up" or "down"."""
         _run("ip", "-n", self._namespace("hosta"), "link", "set", "eth0", state)
 
+    def _connect(self, here: str, there: str) -> None:
+        if not self.slow:
+            _run("ip", "link", "add", "eth0", "netns", here, "type", "veth", "peer", "name", "eth0", "netns", there)
+            return
+        relay = [sys.executable, str(Path(__file__).with_name("slow_cable.py")), here, there]
+        self.relay = subprocess.Popen(relay, stdout=subprocess.PIPE, text=True)
+        assert self.relay.stdout is not None and self.relay.stdout.readline() == "connected\n"
+
     def _boot(self, name: str, address: str) -> None:
         (self.folder / f"sshd_{name}").write_text(SSHD.format(address=address, folder=self.folder))
         own = f"mount -t tmpfs tmpfs {self.folder}/private" if name == "hostb" else ""
@@ -133,8 +144,8 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path) -> Iterator[Hosts]:
-    hosts = Hosts(folder)
+def two_hosts(folder: Path, *, slow: bool = False) -> Iterator[Hosts]:
+    hosts = Hosts(folder, slow)
     try:
         hosts.start()
         yield hosts

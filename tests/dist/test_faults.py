@@ -12,13 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.dist.faults import RUN
 from tests.dist.launch import run_ranks
-from tests.tiny_run import ragged, start, step, write_run
+from tests.tiny_run import ragged, repeatable, start, step, write_run
 from trainer.output import Output
 from trainer.world import World
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-OF_THE_MACHINE = ("seconds", "tokens_per", "slowest_rank", "peak_memory", "held_memory", "memory_slope")
-"""Metrics that two equal runs need not share."""
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +100,7 @@ def rollouts(folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)} for row in rows]
+    return [repeatable(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_b30_ranks_sample_different_completions_and_a_run_repeats(found: Cells, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.dist.launch import Rank, run_ranks
-from tests.tiny_run import run_config, write_run
+from tests.tiny_run import repeatable, run_config, write_run
 from trainer.checkpoint.store import Store
 from trainer.config import dump
 
@@ -100,9 +100,8 @@ class Runs:
         return 8 * len(weights)
 
     def metrics(self, name: str) -> list[dict[str, float]]:
-        clocks = ("seconds", "tokens_per_second", "peak_memory", "held_memory", "memory_slope")
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(clocks)} for line in lines]
+        return [repeatable(json.loads(line)) for line in lines]
 
 
 def spread(events: list[str], kills: int) -> list[int]:

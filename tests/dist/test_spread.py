@@ -9,8 +9,7 @@ import pytest
 
 from tests.dist.launch import run_ranks
 from tests.dist.spread import CELLS, LR, STEPS, write_steps
-from tests.dist.test_faults import OF_THE_MACHINE
-from tests.tiny_run import write_run
+from tests.tiny_run import OF_THE_MACHINE, write_run
 
 OVER_WHAT_IS_COMPUTED = ("entropy", "sampling_logp_gap", "surprise")
 WITHOUT_KL = [name for name in CELLS if not name.startswith("KL")]

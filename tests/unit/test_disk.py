@@ -70,7 +70,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(disk)], check=True)
     yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    while disk.is_mount():
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def read_only(disk: Path) -> None:
+    """From now on, for what is opened by its path; files that are open keep a real one from being remounted."""
+    subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
 
 
 def fill(disk: Path, left: int) -> None:
@@ -79,7 +86,7 @@ def fill(disk: Path, left: int) -> None:
     (disk / "filler").write_bytes(b"0" * (shutil.disk_usage(disk).free - left))
 
 
-def test_f12_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(
+def test_f12_f13_a_full_or_read_only_disk_stops_the_run_and_leaves_the_checkpoint_before(
     folder: Path, small_disk: Path, world: World
 ) -> None:
     """Wherever in a save it gets full: nothing of it stays, and with room again the next one is whole."""
@@ -119,7 +126,12 @@ def test_f12_a_full_disk_stops_the_run_and_leaves_the_checkpoint_before(
         with pytest.raises(Stopped, match=r"out: cannot be written: .*No space left"):
             output.step({}, [])
         (small_disk / "filler").unlink()
-        assert manifest.verify(save(2)).step == 2
+        second = save(2)
+        assert manifest.verify(second).step == 2
+        read_only(small_disk)
+        with pytest.raises(Stopped, match=r"checkpoints: cannot be written: .*Read-only file .* Fix: make it writable"):
+            save(3)
+        assert manifest.verify(second).step == 2
     finally:
         state.engine.close()
 

@@ -100,8 +100,11 @@ class Checkpoints:
                 f"{self.store.path}: a checkpoint needs {_size(needed)}, and {_size(free)} are free. Fix: make room; a "
                 "smaller checkpoint.keep holds fewer of them."
             )
-        folder = self.store.begin(step, self.run_id)
-        (folder / "deepspeed").mkdir()
+        try:
+            folder = self.store.begin(step, self.run_id)
+            (folder / "deepspeed").mkdir()
+        except OSError as error:
+            raise Stopped(f"{self.store.path}: cannot be written: {error}. Fix: make it writable.") from error
         return free, folder
 
     def _needed(self) -> int:
