@@ -69,7 +69,7 @@ class Hosts:
         self.folder = folder
         self.slow = slow
         self.relay: subprocess.Popen[str] | None = None
-        self.tag = f"zg{os.getpid()}"
+        self.tag = f"zg{os.getpid()}{'s' if slow else ''}"
         self.sshd: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
