@@ -1,12 +1,7 @@
 """kill -9 of any rank at any point of a save: the next ``--resume auto`` goes on, and nothing shows in the end."""
 
-import itertools
 import json
-import random
 import re
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +37,6 @@ class Runs:
         for name in ("unharmed", "killed"):
             config = run_config(folder, settings | {"run.dir": str(folder / name)})
             (folder / f"{name}.toml").write_text(dump(config))
-        self.times = folder / "times"
         for rank in self.start("unharmed", -1, 0):
             assert rank.code == 0, rank.output[-3000:]
         self.events: list[list[str]] = [json.loads((folder / f"events.{rank}").read_text()) for rank in range(2)]
@@ -63,29 +57,6 @@ class Runs:
         if newest is not None:
             assert f"after step {newest.manifest.step}\n" in ranks[0].output, f"{what}: {ranks[0].output[-3000:]}"
             assert Store(self.folder / "killed").newest().manifest.step > newest.manifest.step, what  # type: ignore
-
-    def kill_after(self, rank: int, seconds: float) -> None:
-        """Starts the run, of which a rank, or with 2 both, is killed after so long, wherever it is then."""
-        newest = Store(self.folder / "killed").newest()
-        worker = str(Path(__file__).with_name("killed_at.py"))
-        train = ["train", "killed.toml", "--resume", "auto"]
-        arguments = [worker, str(self.times), str(rank), f"{seconds}", *train]
-        ranks = run_ranks(arguments, 2, self.port, folder=self.folder)
-        what = f"rank {rank} after {seconds:.2f} s"
-        for number, one in enumerate(ranks):
-            if rank in (number, 2):
-                assert one.code == SIGKILL, f"{what}: {one.output[-3000:]}"
-            else:
-                assert one.code not in (0, SIGKILL), f"{what}: the other rank did not notice"
-        now = Store(self.folder / "killed").newest()
-        if newest is not None:
-            assert now is not None and now.manifest.step >= newest.manifest.step, what
-
-    def seconds_to_the_next_step(self) -> list[float]:
-        """Of every kill that was followed by a step before the next one."""
-        events = [(what, float(at)) for what, at in map(str.split, self.times.read_text().splitlines())]
-        pairs = itertools.pairwise(events)
-        return [after - at for (what, at), (then, after) in pairs if (what, then) == ("killed", "step")]
 
     def finish(self) -> int:
         """The last start ends the run; it must not differ from the unharmed one. Returns the bits compared."""
@@ -136,35 +107,3 @@ def test_b71_kill_9_at_twenty_points_of_each_rank(tmp_path: Path, results: Any) 
     bits = runs.finish()
     operations = [f"rank {rank}: {runs.events[rank][point]}" for rank, point in points]
     results("kills", {"kills": len(points), "equal_bits_of_the_weights": bits, "before": operations})
-
-
-def soak(folder: Path, kills: int, seed: int, port: int) -> dict[str, Any]:
-    """Kills of a random rank, or of both, at random moments of the first six seconds. Every other step is saved."""
-    chance = random.Random(seed)
-    runs = Runs(folder, 12 * kills, port, every=2)
-    sys.stdout.write(f"seed {seed}\n")
-    began = time.monotonic()
-    for _ in range(kills):
-        runs.kill_after(chance.randrange(3), chance.uniform(0.5, 6))
-    seconds = time.monotonic() - began
-    bits = runs.finish()
-    waited = runs.seconds_to_the_next_step()
-    return {
-        "kills": kills,
-        "seed": seed,
-        "resumed_without_a_hand": kills,
-        "unequal_bits": 0,
-        "equal_bits_of_the_weights": bits,
-        "kills_followed_by_a_step": len(waited),
-        "median_seconds_to_the_next_step": round(statistics.median(waited), 2),
-        "most_seconds_to_the_next_step": round(max(waited), 2),
-        "seconds_of_all_kills": round(seconds),
-        "start": "ranks are forks of a process that has imported the libraries, which a new one needs seconds for",
-    }
-
-
-@pytest.mark.full
-@pytest.mark.timeout(5400)
-def test_fifty_kills_at_any_moment(tmp_path: Path, results: Any) -> None:
-    seed = random.SystemRandom().randrange(10**6)
-    results("soak", soak(tmp_path, 50, seed, 29723))
