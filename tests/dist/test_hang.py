@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import run_ranks
+from tests.dist.launch import Rank, run_ranks
 from tests.tiny_run import run_config, write_run
 from trainer.config import dump
 
@@ -27,20 +27,29 @@ def test_a_hang_in_every_phase_is_named_soon(tmp_path: Path, results: Any) -> No
         "grpo.kl.coef": 0.04,
         "checkpoint.every": 1,
         "rollout.max_new_tokens": 4,
-        "reward.score.timeout": 2.0,
         "watch.hang_timeout": float(HANG_TIMEOUT),
         "log.rollouts_every": 0,
     }
+    (tmp_path / "run.toml").write_text(dump(run_config(tmp_path, settings)))
+
+    def start(folder: Path, *more: str, **fault: str) -> list[Rank]:
+        folder.mkdir(exist_ok=True)
+        worker = [str(Path(__file__).with_name("hung.py")), str(folder / "time"), "train", "run.toml"]
+        worker += ["--reward.score.timeout", "1", "--run.dir", str(folder / "out")]
+        return run_ranks([*worker, *more], 2, 29743, folder=tmp_path, timeout=60, **fault)
+
+    def weights(folder: Path) -> bytes:
+        return (folder / "out/adapter/adapter_model.safetensors").read_bytes()
+
+    unharmed = start(tmp_path / "unharmed")
+    assert unharmed[0].code == 0, unharmed[0].output[-3000:]
     seconds = []
+    resumed = 0
     for number, (phase, way) in enumerate(itertools.product(PHASES, WAYS)):
         rank = number % 2
         folder = tmp_path / f"{number}"
-        folder.mkdir()
-        config = run_config(tmp_path, settings | {"run.dir": str(folder / "out")})
-        (folder / "run.toml").write_text(dump(config))
-        worker = [str(Path(__file__).with_name("hung.py")), str(folder / "time"), "train", str(folder / "run.toml")]
         fault = {"ZERO_GRPO_TEST": "1", "ZERO_GRPO_FAULT": f"{way}@rank{rank}:step2:phase={phase}"}
-        ranks = run_ranks(worker, 2, 29743, folder=tmp_path, timeout=60, **fault)
+        ranks = start(folder, **fault)
         seconds.append(time.time() - float((folder / f"time.{rank}").read_text()))
         said = "".join(one.output for one in ranks)
         name = phase.partition(".")[0]
@@ -49,11 +58,16 @@ def test_a_hang_in_every_phase_is_named_soon(tmp_path: Path, results: Any) -> No
         assert all(one.code in (4, -9) for one in ranks) and "Traceback" not in said, said[-3000:]
         found = json.loads((folder / "out/run_status.json").read_text())
         assert (found["state"], found["exit_code"], found["rank"]) == ("lost", 4, rank)
+        if phase in ("backward", "save.after_shard"):
+            assert all(one.code == 0 for one in start(folder, "--resume", "auto"))
+            assert weights(folder) == weights(tmp_path / "unharmed")
+            resumed += 1
     results(
         "hangs",
         {
             "hangs": len(seconds),
             "named_with_rank_and_phase": len(seconds),
+            "resumed_to_equal_bits": resumed,
             "phases": PHASES,
             "ways": list(WAYS),
             "hang_timeout_seconds": HANG_TIMEOUT,
