@@ -48,21 +48,23 @@ class Soak:
         self.killed = 0.0
         self.until_a_step: list[float] = []
 
-    def kill(self, target: str, seconds: float) -> None:
-        """Starts it and kills the target after so long, or as soon as there is one."""
+    def kill(self, target: str, seconds: float, *, in_training: bool) -> None:
+        """Starts it and kills the target so long after the start, or after its first step; later where there is no such
+        process yet."""
         before = Store(self.folder / "out").newest()
+        self.stepped()
         process = started(self.folder, (*COMMAND, *EVERY, "--run.steps", f"{WITHOUT_END}"))
         try:
-            began = time.monotonic()
+            moment = None if in_training else time.monotonic() + seconds
             found: list[int] = []
-            while time.monotonic() < began + seconds or not found:
+            while moment is None or time.monotonic() < moment or not found:
                 assert process.poll() is None, process.communicate()[0]
-                self.look()
+                if self.stepped() and moment is None:
+                    moment = time.monotonic() + seconds
                 found = victims(self.folder, target, process.pid)
                 time.sleep(0.05)
             for pid in found:
                 os.kill(pid, signal.SIGKILL)
-            self.look()
             self.killed = time.monotonic()
             out, err = process.communicate(timeout=60)
         finally:
@@ -74,16 +76,17 @@ class Soak:
         wait_for(lambda: time.monotonic() > self.killed + 40 or left(self.folder) == [], seconds=60)
         self.left_over += len(left(self.folder))
 
-    def look(self) -> None:
-        """Whether this start has come to a step that none before it had written, or wrote again."""
+    def stepped(self) -> bool:
+        """Whether the run has written a step since this was asked last."""
         try:
             steps = (self.folder / "out/metrics.jsonl").read_text().count("\n")
         except OSError:
-            return
-        if steps > self.steps and self.killed:
+            return False
+        written, self.steps = steps > self.steps, steps
+        if written and self.killed:
             self.until_a_step.append(time.monotonic() - self.killed)
             self.killed = 0.0
-        self.steps = steps
+        return written
 
     def finish(self) -> int:
         """Two more steps and the end; as many in one go. Returns how many bits of the weights differ."""
@@ -116,7 +119,7 @@ def test_fifty_kills_at_any_moment(tmp_path: Path, results: Any) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     soak = Soak(tmp_path, seed)
     for _ in range(50):
-        soak.kill(soak.chance.choice(TARGETS), soak.chance.uniform(1, 20))
+        soak.kill(soak.chance.choice(TARGETS), soak.chance.uniform(0, 8), in_training=soak.chance.random() < 0.6)
     unequal = soak.finish()
     results(
         "soak",
