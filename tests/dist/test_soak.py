@@ -52,7 +52,9 @@ class Soak:
         """Starts it and kills the target so long after the start, or after its first step; later where there is no such
         process yet."""
         before = Store(self.folder / "out").newest()
-        self.stepped()
+        killed, self.killed = self.killed, 0.0
+        self.stepped()  # one of the start before, after the kill
+        self.killed = killed
         process = started(self.folder, (*COMMAND, *EVERY, "--run.steps", f"{WITHOUT_END}"))
         try:
             moment = None if in_training else time.monotonic() + seconds
