@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.two_hosts import Hosts, two_hosts, unavailable
+from tests.cluster.two_hosts import Hosts, running, unavailable
 from tests.tiny_run import RUN_FILE, repeatable, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +45,8 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with two_hosts(written(tmp_path_factory.mktemp("cluster"))) as running:
-        yield running
+    with running(written(tmp_path_factory.mktemp("cluster"))) as pair:
+        yield pair
 
 
 def written(folder: Path) -> Path:
@@ -85,7 +85,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def nothing_left(hosts: Hosts) -> bool:
-    return hosts.processes("hosta") == hosts.processes("hostb") == []
+    return all(hosts.processes(name) == [] for name in hosts.addresses)
 
 
 def numbers(path: Path) -> list[dict[str, float]]:
@@ -199,9 +199,9 @@ def test_the_demo_over_two_hosts_is_the_demo_on_one(hosts: Hosts) -> None:
 RESUMABLE = ("--checkpoint.every", "1", "--log.samples_every", "0", "--resume", "auto")
 
 
-def long_run(hosts: Hosts, run_dir: str, hostfile: str) -> subprocess.Popen[str]:
+def long_run(hosts: Hosts, run_dir: str, hostfile: str, *more: str) -> subprocess.Popen[str]:
     """One that has saved a step and will not end by itself."""
-    more = ("--run.steps", "5000", "--run.dir", run_dir, *RESUMABLE)
+    more += ("--run.steps", "5000", "--run.dir", run_dir, *RESUMABLE)
     process = started(hosts, *MULTINODE, hostfile, "run.toml", *more)
     saved = hosts.folder / run_dir / "checkpoints"
     wait_for(lambda: any(saved.glob("step-*")) or process.poll() is not None, 150)
@@ -270,8 +270,8 @@ def test_f9_sigterm_to_a_rank_on_the_other_host_saves_on_both(hosts: Hosts) -> N
 
 def of_the_trainer(hosts: Hosts) -> list[bytes]:
     """Without the sessions of sshd, which hears late of a cable that is slow, and not at all of one that was pulled."""
-    running = (*hosts.processes("hosta"), *hosts.processes("hostb"))
-    return [line for pid in running if b"trainer" in (line := command_line(pid))]
+    pids = [pid for name in hosts.addresses for pid in hosts.processes(name)]
+    return [line for pid in pids if b"trainer" in (line := command_line(pid))]
 
 
 def command_line(pid: int) -> bytes:
@@ -300,11 +300,34 @@ def test_f18_a_cable_that_is_pulled_ends_both_sides(hosts: Hosts) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+def test_three_hosts_train_as_one_and_end_as_one(tmp_path: Path) -> None:
+    with running(written(tmp_path), 3) as three:
+        (tmp_path / "hosts.txt").write_text("hosta slots=1\nhostb slots=1\nhostc slots=1\n")
+        few = ("--rollout.prompts_per_step", "6", "--run.steps", "2")
+        assert run(three, *MULTINODE, "hosts.txt", "run.toml", *few, "--run.dir", "apart").code == 0
+        assert run(three, *TRAIN, *few, "--gpus", "3", "--run.dir", "together").code == 0
+        for one, other in zip(
+            *(numbers(tmp_path / name / "metrics.jsonl") for name in ("apart", "together")), strict=True
+        ):
+            assert one == pytest.approx(other, abs=1e-6)
+        process = long_run(three, "killed", "hosts.txt", "--rollout.prompts_per_step", "6")
+        try:
+            for pid in three.processes("hostc"):
+                os.kill(pid, signal.SIGKILL)
+            out, _ = process.communicate(timeout=45)
+        finally:
+            process.kill()
+        assert process.returncode == 4 and "hostc" in out, out
+        wait_for(lambda: nothing_left(three), 35)
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_f19_over_a_slow_and_lossy_cable_the_run_is_the_same(tmp_path: Path, hosts: Hosts) -> None:
     """200 ms late and one packet in twenty lost, from the first word over ssh on: the same weights, bit for bit."""
     few = ("--run.steps", "3", "--lora.r", "4", "--log.rollouts_every", "0", "--run.dir", "run-of-three")
-    with two_hosts(written(tmp_path), slow=True) as far:
+    with running(written(tmp_path), slow=True) as far:
         over_it = run(far, *MULTINODE, "hosts.txt", "run.toml", *few)
         assert over_it.code == 0, over_it.out
         assert of_the_trainer(far) == []

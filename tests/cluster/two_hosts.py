@@ -1,7 +1,7 @@
-"""Two hosts on this machine: network namespaces joined by a cable, each with its own address, name, /dev/shm and sshd.
+"""Hosts on this machine, two or three: joined network namespaces, each with its own address, name, /dev/shm and sshd.
 
 They share the file system, as a cluster shares one, but for ``private`` in ``folder``, which hostb has of its own.
-The cable is a fast one, or that of slow_cable.py.
+They are joined by a switch, or two of them by slow_cable.py.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ADDRESSES = {"hosta": "10.213.77.1", "hostb": "10.213.77.2"}
+ADDRESSES = {"hosta": "10.213.77.1", "hostb": "10.213.77.2", "hostc": "10.213.77.3"}
 TOOLS = ("ip", "nsenter", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd", "pdsh")
 
 SSHD = """
@@ -63,28 +63,29 @@ def unavailable() -> str:
 
 
 class Hosts:
-    """The running pair. ``folder`` is seen by both."""
+    """Those that run. ``folder`` is seen by all."""
 
-    def __init__(self, folder: Path, slow: bool) -> None:
+    def __init__(self, folder: Path, count: int, slow: bool) -> None:
         self.folder = folder
+        self.addresses = dict(list(ADDRESSES.items())[:count])
         self.slow = slow
         self.relay: subprocess.Popen[str] | None = None
-        self.tag = f"zg{os.getpid()}{'s' if slow else ''}"
+        self.tag = f"zg{os.getpid()}-{count}{'s' if slow else ''}"
         self.sshd: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         for name in ("host_key", "user_key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         key = (self.folder / "host_key.pub").read_text()
-        names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
+        names = "".join(f"{address} {name}\n" for name, address in self.addresses.items())
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + names)
-        (self.folder / "known_hosts").write_text(",".join(ADDRESSES) + " " + key)
+        (self.folder / "known_hosts").write_text(",".join(self.addresses) + " " + key)
         (self.folder / "ssh_config").write_text(SSH.format(folder=self.folder))
         (self.folder / "private").mkdir()
-        for name in ADDRESSES:
+        for name in self.addresses:
             _run("ip", "netns", "add", self._namespace(name))
-        self._connect(*(self._namespace(name) for name in ADDRESSES))
-        for name, address in ADDRESSES.items():
+        self._connect([self._namespace(name) for name in self.addresses])
+        for name, address in self.addresses.items():
             inside = ("ip", "-n", self._namespace(name))
             _run(*inside, "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
@@ -92,14 +93,14 @@ class Hosts:
             self._boot(name, address)
 
     def stop(self) -> None:
-        for name in ADDRESSES:
+        for name in self.addresses:
             for pid in self.processes(name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         for process in (*self.sshd.values(), *([self.relay] if self.relay else [])):
             process.kill()
             process.wait()
-        for name in ADDRESSES:
+        for name in (*self.addresses, "switch"):
             subprocess.run(["ip", "netns", "del", self._namespace(name)], capture_output=True)
 
     def popen(self, host: str, command: Sequence[str], folder: Path, **settings: Any) -> subprocess.Popen[str]:
@@ -116,16 +117,23 @@ class Hosts:
         return [int(pid) for pid in found.stdout.split() if int(pid) != self.sshd[host].pid and _works(int(pid))]
 
     def link(self, state: str) -> None:
-        """The cable between them, "up" or "down"."""
+        """The cable of hosta, "up" or "down"."""
         _run("ip", "-n", self._namespace("hosta"), "link", "set", "eth0", state)
 
-    def _connect(self, here: str, there: str) -> None:
-        if not self.slow:
-            _run("ip", "link", "add", "eth0", "netns", here, "type", "veth", "peer", "name", "eth0", "netns", there)
+    def _connect(self, namespaces: Sequence[str]) -> None:
+        """Gives each its device eth0."""
+        if self.slow:
+            relay = [sys.executable, str(Path(__file__).with_name("slow_cable.py")), *namespaces]
+            self.relay = subprocess.Popen(relay, stdout=subprocess.PIPE, text=True)
+            assert self.relay.stdout is not None and self.relay.stdout.readline() == "connected\n"
             return
-        relay = [sys.executable, str(Path(__file__).with_name("slow_cable.py")), here, there]
-        self.relay = subprocess.Popen(relay, stdout=subprocess.PIPE, text=True)
-        assert self.relay.stdout is not None and self.relay.stdout.readline() == "connected\n"
+        switch = self._namespace("switch")
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "switch", "up", "type", "bridge")
+        for number, here in enumerate(namespaces):
+            port = f"port{number}"
+            _run("ip", "link", "add", "eth0", "netns", here, "type", "veth", "peer", "name", port, "netns", switch)
+            _run("ip", "-n", switch, "link", "set", port, "up", "master", "switch")
 
     def _boot(self, name: str, address: str) -> None:
         (self.folder / f"sshd_{name}").write_text(SSHD.format(address=address, folder=self.folder))
@@ -144,8 +152,8 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path, *, slow: bool = False) -> Iterator[Hosts]:
-    hosts = Hosts(folder, slow)
+def running(folder: Path, count: int = 2, *, slow: bool = False) -> Iterator[Hosts]:
+    hosts = Hosts(folder, count, slow)
     try:
         hosts.start()
         yield hosts
