@@ -243,6 +243,22 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text("utf-8").splitlines()) <= 200
 
 
+def test_what_was_tried_is_what_the_results_say() -> None:
+    def kept(name: str) -> Any:
+        return json.loads((ROOT / f"tests/results/{name}.json").read_text())
+
+    soak, kills, hangs, bad = (kept(name) for name in ("soak", "kills", "hangs", "bad-input"))
+    text = README.read_text("utf-8")
+    number = sum(soak["kills"].values())
+    assert f"{number} of {number} went on by the same command, {soak['unequal_bits']} bits unequal" in text
+    assert f"{soak['processes_left']} processes left; {soak['median_seconds_from_kill_to_step']:.0f} s to" in text
+    assert f"{kills['kills']} of {kills['kills']}, 0 bits unequal" in text
+    assert f"{hangs['named_with_rank_and_phase']} of {hangs['hangs']} named" in text
+    assert f"all ranks ended {hangs['until_all_ranks_had_ended']['p95_seconds']} s after it" in text
+    tried = sum(kind["tried"] for kind in bad["kinds"].values())
+    assert f"{tried} changed at random, {bad['wrong']} wrong answers" in text
+
+
 def test_the_file_map_is_the_house() -> None:
     (block,) = blocks(README, "text")
     floors = {}
