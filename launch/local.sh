@@ -5,6 +5,6 @@ set -eu
 if [ $# -eq 0 ]; then sed -n '2,3s/^# //p' "$0"; exit 2; fi
 case " $* " in
     *" --gpus "* | *" --gpus="*) gpus=() ;;
-    *) gpus=(--gpus "$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')") ;;
+    *) gpus=(--gpus "$(python -P -c 'import torch; print(max(1, torch.cuda.device_count()))')") ;;
 esac
-exec python -m trainer train "$@" "${gpus[@]}"
+exec python -P -m trainer train "$@" "${gpus[@]}"

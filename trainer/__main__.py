@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import socket
@@ -38,7 +39,8 @@ def train(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if not arguments.resume and arguments.allow:
         raise Refused("--allow names what a resumed run may change. Fix: add --resume auto, or leave --allow out.")
     _check_ranks(arguments)
-    if (arguments.gpus or arguments.hostfile) and "RANK" not in os.environ:
+    _check_launch(arguments)
+    if arguments.gpus or arguments.hostfile:
         if not arguments.resume:
             RunDirectory(config.run.dir).check()
         return _launch(arguments, config, overrides)
@@ -56,18 +58,31 @@ def _check_ranks(arguments: argparse.Namespace) -> None:
         raise Refused("--gpus and --hostfile: one of them. The hostfile says how many ranks (slots) each host gets.")
 
 
-def _launch(arguments: argparse.Namespace, config: "RunConfig", overrides: list[str]) -> int:
-    """The same command, without what starts ranks, on every rank."""
-    from trainer.launcher.job import launch_here, launch_on_hosts
-
+def _check_launch(arguments: argparse.Namespace) -> None:
+    if (rank := os.environ.get("RANK")) is not None and (arguments.gpus or arguments.hostfile):
+        raise Refused(
+            f"{'--gpus' if arguments.gpus else '--hostfile'}: RANK={rank} is set, so that this process is a rank which "
+            "a launcher has started, and starts none itself. Fix: leave the flag out; or, where a pod's environment "
+            "has RANK for another purpose, `env -u RANK zero-grpo train ...`."
+        )
+    if (arguments.include or arguments.exclude) and not arguments.hostfile:
+        raise Refused("--include and --exclude: they choose hosts of a --hostfile, and there is none.")
     if not 0 <= arguments.master_port <= 65535:
         raise Refused(f"--master_port {arguments.master_port}: expected a port, 1 to 65535.")
+
+
+def _launch(arguments: argparse.Namespace, config: "RunConfig", overrides: list[str]) -> int:
+    """The same command, without what starts ranks, on every rank."""
+    from trainer.launcher.hosts import read_hostfile, selected
+    from trainer.launcher.start import Wanted, launch_here, launch_on_hosts
+
     words = ["train", arguments.run_file, *_resume_flags(arguments), *overrides]
-    run_dir = Path(config.run.dir)
+    wanted = Wanted(words, Path(config.run.dir), config.run.grace_seconds, arguments.master_port)
     if arguments.gpus:
-        return launch_here(words, arguments.gpus, run_dir, arguments.master_port)
+        return launch_here(wanted, arguments.gpus)
+    found = selected(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
     key_names = [reward.key_env for reward in config.reward if reward.key_env]
-    return launch_on_hosts(words, arguments.hostfile, arguments.run_file, run_dir, key_names, arguments.master_port)
+    return launch_on_hosts(wanted, found, arguments.run_file, key_names)
 
 
 def _resume_flags(arguments: argparse.Namespace) -> list[str]:
@@ -118,13 +133,15 @@ def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def hosts(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Check a hostfile and print its hosts, slots and ranks; with --probe, what each of them has."""
-    from trainer.launcher.hosts import read_hostfile, table
+    from trainer.launcher.hosts import read_hostfile, selected, table
     from trainer.launcher.survey import compared, problems, survey
 
-    found = read_hostfile(arguments.hostfile)
+    if arguments.model and not arguments.probe:
+        raise Refused("--model: a folder that --probe compares on the hosts. Fix: add --probe.")
+    found = selected(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
     sys.stdout.write(table(found) + "\n")
     if arguments.probe:
-        answers = survey(found)
+        answers = survey(found, arguments.model)
         sys.stdout.write(f"\n{side_by_side}\n" if (side_by_side := compared(found, answers)) else "")
         if wrong := problems(found, answers):
             raise Refused("these hosts cannot train together:\n" + "\n".join(f"  {one}." for one in wrong))
@@ -187,6 +204,8 @@ def _command(argv: list[str]) -> int:
 
 def ended(work: Callable[[], int]) -> int:
     """The exit code of ``work()``; what ends it early is said once, and last."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows its escape
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = work()
     except Lost as end:

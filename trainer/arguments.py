@@ -57,8 +57,14 @@ def _run_file(sub: argparse.ArgumentParser) -> None:
     sub.epilog = ANY_KEY
 
 
+def _choice_of_hosts(sub: argparse.ArgumentParser) -> None:
+    for flag, what in (("--include", "those hosts and slots of the hostfile alone"), ("--exclude", "all but those")):
+        sub.add_argument(flag, default="", metavar="NAME@NAME:0,2", help=what)
+
+
 def _train(sub: argparse.ArgumentParser) -> None:
     _run_file(sub)
+    _choice_of_hosts(sub)
     listens = "where rank 0 listens for the others; a free port by default"
     sub.add_argument("--master_port", type=int, default=0, metavar="P", help=listens)
     goes_on = "go on from the newest valid checkpoint, or from PATH"
@@ -89,7 +95,9 @@ def _doctor(sub: argparse.ArgumentParser) -> None:
 
 def _hosts(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("hostfile", metavar="HOSTFILE")
+    _choice_of_hosts(sub)
     sub.add_argument("--probe", action="store_true", help="ask every host over ssh, and compare what they have")
+    sub.add_argument("--model", default="", metavar="FOLDER", help="with --probe: compare its files, too")
 
 
 def _export(sub: argparse.ArgumentParser) -> None:

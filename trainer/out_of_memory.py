@@ -10,6 +10,7 @@ from types import CodeType
 
 import torch
 
+from trainer import run_status
 from trainer.checkpoint.export import export
 from trainer.collect import sample, score
 from trainer.config import RunConfig
@@ -17,7 +18,6 @@ from trainer.engine import ZeroEngine
 from trainer.errors import OutOfMemory
 from trainer.preflight.memory import in_words
 from trainer.preflight.prepare import load_models, start_engine
-from trainer.record.run_dir import read_status
 from trainer.rollout import decoder
 from trainer.state import State
 from trainer.train import evaluate_now, save
@@ -77,7 +77,7 @@ def ran_out(error: BaseException, asked: str, config: RunConfig, world: World, s
 
 def heard_of(run_dir: Path, world: World) -> OutOfMemory | None:
     """What another rank has recorded of its end for want of memory, which this rank knows as a failed collective."""
-    status = read_status(run_dir)
+    status = run_status.read(run_dir)
     if (status.get("state"), status.get("exit_code")) != ("stopped", OutOfMemory.exit_code):
         return None
     if status.get("rank") == world.rank:

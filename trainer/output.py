@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer import run_status
 from trainer.batch import Completion
 from trainer.checkpoint.card import load_line
 from trainer.config import dump
@@ -241,14 +242,8 @@ class Output:
 
     def end_alone(self, exit_code: int, reason: str) -> None:
         """The same from a rank that stops alone, before it lets the others know by leaving."""
-        self.directory.amend_status(
-            state="stopped",
-            exit_code=exit_code,
-            reason=reason,
-            host=socket.gethostname(),
-            rank=self.world.rank,
-            pid=os.getpid(),
-        )
+        who = {"host": socket.gethostname(), "rank": self.world.rank, "pid": os.getpid()}
+        run_status.amend(self.path, state="stopped", exit_code=exit_code, reason=reason, **who)
 
     def _samples(self, step: int, rows: Rows) -> None:
         tokenizer = self.state.policy.tokenizer

@@ -111,8 +111,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 150) -> None:
 
 def test_two_ranks_show_the_run_alone(folder: Path) -> None:
     (folder / "listed.py").write_text(SOCKETS)
+    for name in ("trainer.py", "deepspeed.py"):
+        (folder / name).write_text("raise RuntimeError('the user has a file of that name')\n")
     hook = ("--hooks.before_rollout", '["listed:look"]')
-    ended = run(folder, *ZERO_GRPO, "--gpus", "2", "--log.histogram_every", "2", *hook)
+    safely = (sys.executable, "-P", *ZERO_GRPO[1:])
+    ended = run(folder, *safely, "--gpus", "2", "--log.histogram_every", "2", *hook)
     assert (ended.code, ended.err) == (0, "")
     lines = [line for line in ended.out.splitlines() if line]
     assert "2 rank(s)" in ended.out and sum(" | reward " in line for line in lines) == 2

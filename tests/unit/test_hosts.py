@@ -10,7 +10,7 @@ import pytest
 from tests.tiny_run import RUN_FILE
 from trainer.__main__ import main
 from trainer.errors import Refused
-from trainer.launcher.hosts import Host, read_hostfile, table
+from trainer.launcher.hosts import Host, read_hostfile, selected, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,6 +152,47 @@ def test_b79_a_missing_file_never_means_this_machine(tmp_path: Path, capfd: pyte
     assert not run_dir.exists()
 
 
+FILE = [Host("w0", 4), Host("w1", 4), Host("fd00::1", 2)]
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "left"),
+    [
+        ("", "", FILE),
+        ("w1@w0:2,0", "", [Host("w0", 2, (0, 2)), Host("w1", 4)]),
+        ("w0:3", "", [Host("w0", 1, (3,))]),
+        ("w0:0,1,2,3@fd00::1", "", [Host("w0", 4), Host("fd00::1", 2)]),
+        ("w0:1@w0:1,3", "", [Host("w0", 2, (1, 3))]),
+        ("", "w1", [Host("w0", 4), Host("fd00::1", 2)]),
+        ("", "w0:1@w1@fd00::1", [Host("w0", 3, (0, 2, 3))]),
+    ],
+)
+def test_include_and_exclude(include: str, exclude: str, left: list[Host]) -> None:
+    assert selected(FILE, include, exclude) == left
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "said"),
+    [
+        ("w0", "w1", "--include and --exclude: one of them"),
+        ("w2@w0:4", "", "  'w2': no such host. The file has w0, w1, fd00::1.\n  'w0:4': no slot 4. w0 has 0 to 3."),
+        ("", "W0", "'W0': no such host"),
+        ("w0:", "", "'' are no slots. Fix: w0:0,2, say."),
+        ("w0:1-2", "", "'1-2' are no slots"),
+        ("w0:-1", "", "'-1' are no slots"),
+        ("w0,w1", "", "'w0,w1': no such host"),
+        ("w0@", "", "'': no such host"),
+        ("w0:$(touch x)", "", "are no slots"),
+        ("fd00::1:0", "", "takes no slots of an IPv6 address"),
+        ("", "w0@w1@fd00::1", "no host is left"),
+    ],
+)
+def test_a_choice_of_what_is_not_there(include: str, exclude: str, said: str) -> None:
+    with pytest.raises(Refused) as refused:
+        selected(FILE, include, exclude)
+    assert said in str(refused.value)
+
+
 def test_hosts_prints_hosts_slots_and_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["hosts", str(hostfile(tmp_path, "worker-0 slots=4\nw1 slots=1\nw2 slots=2\n"))]) == 0
     expected = (
@@ -225,11 +266,25 @@ def test_b82_missing_tools_are_named(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("more", [("--gpus", "2"), ("--hostfile", "hosts")])
+def test_a_rank_starts_no_ranks(
+    more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does a pod whose environment makes it one, without a word."""
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", str(tmp_path / "run.toml"), "--run.dir", str(tmp_path / "out"), *more]) == 2
+    out = capfd.readouterr().out
+    assert out.startswith(f"\nrefused: {more[0]}: RANK=0 is set") and "env -u RANK" in out
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--gpus", "2", "--hostfile", "h"), "--gpus and --hostfile: one of them"),
         (("--gpus", "2", "--master_port", "99999"), "expected a port, 1 to 65535"),
+        (("--gpus", "2", "--include", "w0"), "they choose hosts of a --hostfile, and there is none"),
     ],
 )
 def test_flags_that_cannot_be(

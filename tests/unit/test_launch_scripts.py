@@ -98,7 +98,13 @@ def test_slurm_asks_for_the_signal_that_saves() -> None:
 def test_multinode_hands_everything_on(folder: Path) -> None:
     code, calls = run(folder, "multinode.sh", "my hosts", "run.toml", "--run.dir", "a  b", code=75)
     assert code == 75
-    assert calls == ["     |-m|trainer|train|run.toml|--run.dir|a  b|--hostfile|my hosts|"]
+    assert calls == ["     |-P|-m|trainer|train|run.toml|--run.dir|a  b|--hostfile|my hosts|"]
+
+
+def test_local_hands_everything_on(folder: Path) -> None:
+    """-P: a trainer.py in the folder of the start is the user's."""
+    code, calls = run(folder, "local.sh", "run.toml", "--gpus", "2", "--run.dir", "a  b", code=75)
+    assert (code, calls) == (75, ["     |-P|-m|trainer|train|run.toml|--gpus|2|--run.dir|a  b|"])
 
 
 def test_multinode_says_what_it_takes(folder: Path) -> None:

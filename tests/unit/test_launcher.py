@@ -1,6 +1,8 @@
 """What starts ranks, piece by piece: the handover, the lease, the words through the pipe, the outcome."""
 
+import base64
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,13 +20,13 @@ import pytest
 from tests.tiny_run import RUN_FILE
 from trainer.__main__ import ended, main
 from trainer.errors import Lost, Refused
-from trainer.launcher import handover, job, lease, probe, speech
+from trainer.launcher import handover, lease, probe, speech, start
 from trainer.launcher.handover import Handover, accept, split_environment, write_secrets
 from trainer.launcher.hosts import Host
-from trainer.launcher.lease import Lease
+from trainer.launcher.lease import Lease, View
 from trainer.launcher.outcome import Outcome
 from trainer.launcher.probe import look
-from trainer.launcher.reach import PLAIN
+from trainer.launcher.reach import PLAIN, Meeting
 from trainer.launcher.speech import Report, heard
 
 ROOT = Path(__file__).parents[2]
@@ -125,17 +127,19 @@ def test_b81_a_foreign_deepspeed_env_is_not_read(tmp_path: Path, monkeypatch: py
     (tmp_path / "pdsh").write_text('#!/bin/sh\nprintf "%s\\n" "$*" >"$HOME/line"\n')
     (tmp_path / "pdsh").chmod(0o755)
     (tmp_path / ".deepspeed_env").write_text("# mine\n\nCANARY=a=b c\nno equals sign\nB;touch CANARY;C=1\n")
-    (tmp_path / "hosts.txt").write_text("w0 slots=1\n")
+    hosts = [Host("w0", 2, (0, 2)), Host("w1", 2)]
+    (tmp_path / "hosts.txt").write_text(start._hostfile(hosts))
     hostile = {name: "$(touch CANARY)" for name in ("NCCL_DEBUG", "MLFLOW_URI", "MV2_X", "UCX_X", "PYTHONSTARTUP")}
     for name, value in (hostile | {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    options = ["--hostfile", "hosts.txt", "--force_multi", "--no_ssh_check", "--master_addr", "10.0.0.1"]
-    command = job._runner(options, given(tmp_path))
-    ended = subprocess.run(command, env=job._environment_for_pdsh(), capture_output=True, text=True)
+    command = start._runner(hosts, Path("hosts.txt"), Meeting("10.0.0.1", 29500), given(tmp_path))
+    ended = subprocess.run(command, env=start._environment_for_pdsh(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     line = (tmp_path / "line").read_text()
-    assert " -w w0 " in line and line.endswith(f" trainer {given(tmp_path).word()}\n")
+    (world,) = re.findall(r"--world_info=(\S+)", line)
+    assert json.loads(base64.urlsafe_b64decode(world)) == {"w0": [0, 2], "w1": [0, 1]}  # as --include has chosen
+    assert " -w w0,w1 " in line and line.endswith(f" trainer {given(tmp_path).word()}\n")
     exported = re.findall(r"export (\w+)=", line)
     assert exported == ["PYTHONUNBUFFERED", "PYTHONPATH"] and "CANARY" not in line + ended.stdout + ended.stderr
     assert not (tmp_path / "CANARY").exists()
@@ -232,18 +236,22 @@ def test_a_signal_by_the_lease_comes_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("same_host", [True, False])
 def test_ranks_end_when_the_holder_is_killed(same_host: bool, tmp_path: Path) -> None:
+    """And remove what it has left."""
+    (tmp_path / lease.FOLDER).mkdir()
+    path = tmp_path / lease.FOLDER / "id.lease"
+    path.with_suffix(".hosts").touch()
     code = "import sys, time\nfrom pathlib import Path\nfrom trainer.launcher.lease import Lease\n"
     code += "lease = Lease(Path(sys.argv[1]))\nprint(flush=True)\ntime.sleep(100)"
-    command = [sys.executable, "-c", code, str(tmp_path / "lease")]
+    command = [sys.executable, "-c", code, str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        with rank_with(tmp_path / "lease", same_host=same_host, stale=60) as (process, child):
+        with rank_with(path, same_host=same_host, stale=60) as (process, child):
             time.sleep(4)  # longer than it takes to be stale
             assert process.poll() is None
             holder.kill()
             holder.wait()
-            assert ends(process, child)
+            assert ends(process, child) and list(tmp_path.iterdir()) == []
 
 
 def test_ranks_that_never_see_the_lease_wait_longer(tmp_path: Path) -> None:
@@ -268,6 +276,70 @@ def test_ranks_end_with_the_launcher_above_them(tmp_path: Path) -> None:
         held.end()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+FROZEN = """
+import signal, subprocess, sys
+from trainer.launcher.watchdog import Order, Watchdog
+rank = subprocess.Popen(["sleep", "100"])
+rank.send_signal(signal.SIGSTOP)
+print(rank.pid, flush=True)
+Watchdog(Order([(0, rank.pid, 9, 9)], 1800.0, "absent", (sys.argv[1], True))).watch()
+"""
+
+
+def test_ranks_that_are_frozen_end_with_the_lease_by_the_watchdog(tmp_path: Path) -> None:
+    """They have no thread that looks."""
+    held = Lease(tmp_path / "lease")
+    command = [sys.executable, "-c", FROZEN, str(held.path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        frozen = int(process.stdout.readline())
+        time.sleep(1.2)
+        assert process.poll() is None and runs(frozen)
+        held.end()
+        assert ends(process, frozen)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_other_hosts_see_a_lease_that_is_held_and_none_that_is_not(tmp_path: Path) -> None:
+    """A client of NFS keeps to itself what is not synced, and keeps a file that is removed while it is open."""
+
+    def opened() -> list[str]:
+        found = [fd.name for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and fd.readlink() == held.path]
+        infos = [Path(f"/proc/self/fdinfo/{name}").read_text() for name in found]
+        return [re.findall(r"flags:\s+(\d+)", info)[0] for info in infos]
+
+    held = Lease(tmp_path / "lease")
+    (flags,) = opened()
+    assert int(flags, 8) & os.O_DSYNC
+    held.end()
+    held.end()  # twice, as where a launch is cut short
+    held.signal(signal.SIGTERM)
+    assert opened() == [] and not held.path.exists()
+
+
+def test_without_locks_the_counter_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the file system of TMPDIR there may be none, for neither side."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(lease.fcntl, "flock", none)
+    monkeypatch.setattr(lease, "STALE_POLLS", 3)
+    monkeypatch.setattr(lease, "UNSEEN_POLLS", 3)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 1000.0)
+    held = Lease(tmp_path / "lease")
+    view = View(held.path, same_host=True)
+    for _ in range(5):
+        held.signal(signal.SIGUSR1)
+        assert [view.over(), view.over()] == [False, False]
+    assert [view.over(), view.over(), view.signals] == [False, True, 5]
+    held.end()
 
 
 def test_a_lease_is_of_one_length(tmp_path: Path) -> None:
@@ -317,6 +389,13 @@ def test_rank_0_s_word_is_the_code(code: int) -> None:
     assert (found.code(), found.message()) == (code, "")
 
 
+def test_a_rank_0_that_is_done_may_still_upload() -> None:
+    """Its report comes before what a tracker sends at the exit."""
+    found = outcome(r0=(0, ""), r1=(0, ""))
+    assert found.done and not found.failing
+    assert outcome(r0=(75, "")).failing and not outcome(r0=(75, "")).done
+
+
 def test_a_refusal_of_another_rank_alone() -> None:
     found = outcome(r2=(2, "no model there"), r3=(2, "no model there"))
     assert found.failing
@@ -349,6 +428,10 @@ def test_a_refusal_of_another_rank_alone() -> None:
 )
 def test_what_was_lost_is_named(found: Outcome, said: str) -> None:
     assert found.code() == 4 and found.message().startswith(said)
+    # What is recorded of it is who is named.
+    alone = re.match(r"lost: rank (\d) of host (\S+)", said)
+    who = found.who()
+    assert (str(who["rank"]), who["host"]) == alone.groups() if alone else who["rank"] is who["pid"] is None
 
 
 def test_who_lost_a_neighbour_reports_it_and_leaves_after_it(

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "trainer"
 
 FLOORS = (
-    ("errors", "batch", "quiet", "heartbeat"),
+    ("errors", "batch", "quiet", "heartbeat", "run_status"),
     ("config", "world", "algorithm", "record", "interrupts", "launcher", "arguments", "faults", "untouched"),
     ("data", "models", "engine", "balance", "plan", "report"),
     ("rewards", "rollout", "checkpoint", "minibatch", "watch", "data_tools", "frozen_shards"),

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_run import run_config
+from trainer import run_status
 from trainer.__main__ import main
 from trainer.out_of_memory import _smaller_rollout, _smaller_state, heard_of, ran_out
 from trainer.record.memory import asked_of_memory
-from trainer.record.run_dir import RunDirectory, read_status
+from trainer.record.run_dir import RunDirectory
 from trainer.train import train as run_steps
 from trainer.world import World
 
@@ -111,11 +112,11 @@ def test_what_another_rank_has_recorded_is_what_a_failed_collective_means(tmp_pa
     directory = RunDirectory(tmp_path)
     directory.status("running", None, 4, "", host="a", rank=0, pid=1, run_id="r")
     assert heard_of(tmp_path, world) is None
-    directory.amend_status(state="stopped", exit_code=3, reason="out of memory in the rollout", rank=1)
+    run_status.amend(tmp_path, state="stopped", exit_code=3, reason="out of memory in the rollout", rank=1)
     heard = heard_of(tmp_path, world)
     assert heard is not None and (str(heard), heard.rank, heard.exit_code) == ("out of memory in the rollout", 1, 3)
     assert heard_of(tmp_path, replace(world, rank=1)) is None
-    status = read_status(tmp_path)
+    status = run_status.read(tmp_path)
     assert (status["step"], status["run_id"], status["host"]) == (4, "r", "a")
 
 

@@ -12,9 +12,10 @@ import pytest
 from tests.tiny_rewards import write_encoder
 from tests.tiny_run import PROMPTS
 from tests.unit.test_embedding_reward import vectors
+from trainer import run_status
 from trainer.__main__ import main
 from trainer.config.grpo import Reward
-from trainer.record.run_dir import read_lines, read_status
+from trainer.record.run_dir import read_lines
 from trainer.rewards import asking
 from trainer.rewards.runtime import RewardRuntime
 
@@ -150,7 +151,7 @@ def test_f23_a_judge_that_stays_away_ends_the_run_with_a_checkpoint_to_go_on_fro
     out = capfd.readouterr().out
     assert "reward 'judge' (rewards.py:judge) failed on 8 of 8 completions in step 2, more than max_unscored" in out
     assert "saved out/checkpoints/step-000001; go on with --resume auto" in out
-    status = read_status(folder / "out")
+    status = run_status.read(folder / "out")
     assert (status["state"], status["exit_code"], status["step"]) == ("stopped", 3, 1)
     assert asked(folder, 2) == 3 * N
     (folder / "away").unlink()

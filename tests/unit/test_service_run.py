@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.service_stub import MODEL, Stub
+from trainer import run_status
 from trainer.__main__ import main
-from trainer.record.run_dir import read_lines, read_status
+from trainer.record.run_dir import read_lines
 from trainer.rewards import asking
 from trainer.rewards.services import breaker, http
 
@@ -88,7 +89,7 @@ def test_f23_a_key_that_is_withdrawn_ends_the_run_saved(
     stub.faults, stub.lasting = [""] * (PROBES + 8) + ["401"], True
     assert main(["train", "run.toml"]) == 3
     said = "".join(capsys.readouterr())
-    status = read_status(Path("out"))
+    status = run_status.read(Path("out"))
     assert status is not None and status["exit_code"] == 3 and status["step"] == 1
     assert "JUDGE_KEY is not accepted" in said and "answered 401" in said and stub.address in said
     assert "Traceback" not in said + str(status) and KEY not in said + str(status)

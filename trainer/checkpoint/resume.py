@@ -16,7 +16,7 @@ from trainer.errors import NoCheckpoint, Refused
 from trainer.record.run_dir import RunDirectory
 from trainer.world import World
 
-FREE = ("run.steps", "run.epochs", "run.dir", "log.", "eval.", "checkpoint.", "watch.")
+FREE = ("run.steps", "run.epochs", "run.dir", "run.grace_seconds", "log.", "eval.", "checkpoint.", "watch.")
 """Settings that a resumed run may change. The length of a run enters an update by the schedules that end with it."""
 
 

@@ -22,6 +22,14 @@ class Run(Section):
     epochs: float = Field(
         default=0.0, ge=0, description="Passes over the prompts, may be a fraction. Give either this or run.steps."
     )
+    grace_seconds: float = Field(
+        default=150.0,
+        gt=0,
+        description=(
+            "Seconds that ranks which --gpus or --hostfile has started get to save after a SIGTERM, before they are "
+            "ended. 150: within the 180 that launch/slurm.sbatch asks for."
+        ),
+    )
 
 
 class Rope(Section):

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer import run_status
 from trainer.config import RunConfig, load
 from trainer.doctor.finding import Finding
 from trainer.errors import Refused
-from trainer.record.run_dir import read_lines, read_metrics, read_object, read_status
+from trainer.record.run_dir import read_lines, read_metrics, read_object
 
 Row = dict[str, Any]
 Verdict = list[Finding] | str
@@ -64,7 +65,7 @@ def read(folder: Path) -> Recorded:
         load(str(folder / "config.toml")),
         read_metrics(folder),
         {step: rows for step, rows in rollouts.items() if rows},
-        read_status(folder),
+        run_status.read(folder),
         vocabulary.get("tokens", {}),
         read_object(max((folder / "histograms").glob("step-*.json"), default=folder / "none")),
     )

@@ -5,6 +5,7 @@ Nothing of it is read by a shell, so every argument arrives as it was given, on 
 
 import base64
 import contextlib
+import io
 import json
 import os
 import re
@@ -81,13 +82,16 @@ def accept(argv: Sequence[str]) -> list[str]:
     secrets = Path(given.secrets)
     keep_watch(Path(given.lease), same_host=given.same_host, at_end=lambda: _forget(secrets))
     os.environ |= given.environment | {WRAPPED: given.launch_id}
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what reads it expects that, whatever the terminal's encoding
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     if not given.same_host:
         if "PYTHONPATH" not in given.environment:
             os.environ.pop("PYTHONPATH", None)  # the launcher's own
         with contextlib.suppress(OSError):  # absent where run.dir is not shared, which the run finds and says
             os.environ |= json.loads(secrets.read_text(encoding="utf-8"))
-        os.chdir(given.folder)
-        sys.path[:1] = [given.folder, *filter(None, given.environment.get("PYTHONPATH", "").split(":"))]
+    # The launcher was started elsewhere, where nothing of the user's is in the way of its imports and ours.
+    os.chdir(given.folder)
+    sys.path[:1] = [given.folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
     threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     sys.argv[1:] = given.arguments

@@ -15,10 +15,17 @@ GRAMMAR = f'one host a line, "NAME slots=N" with N of 1 to {MOST_SLOTS}; # begin
 
 @dataclass(frozen=True)
 class Host:
-    """``slots``: ranks on it."""
+    """``slots``: ranks on it. ``chosen``: the numbers of its slots that --include or --exclude leaves, which are those
+    of its cards; () where it is all of them."""
 
     name: str
     slots: int
+    chosen: tuple[int, ...] = ()
+
+    @property
+    def spec(self) -> str:
+        """As the deepspeed launcher's --include takes it."""
+        return f"{self.name}:{','.join(map(str, self.chosen))}" if self.chosen else self.name
 
 
 def read_hostfile(path: Path | str) -> list[Host]:
@@ -69,6 +76,44 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
     return hosts
 
 
+def selected(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
+    """What --include leaves of a hostfile, or --exclude, in its order: the deepspeed launcher's ``NAME@NAME:0,2``.
+
+    Refused with every name and slot that the file does not have.
+    """
+    if include and exclude:
+        raise Refused("--include and --exclude: one of them.")
+    if not include and not exclude:
+        return list(hosts)
+    flag, by_name = "--include" if include else "--exclude", {host.name: host for host in hosts}
+    named: dict[str, set[int]] = {}
+    problems = []
+    for spec in (include or exclude).split("@"):
+        name, colon, numbers = (spec, "", "") if spec in by_name else spec.rpartition(":")
+        if (host := by_name.get(name)) is None:
+            problems.append(f"  {_shown(spec)}: no such host. The file has {', '.join(by_name)}.")
+        elif colon and ":" in name:
+            problems.append(f"  {_shown(spec)}: the deepspeed launcher takes no slots of an IPv6 address. Fix: a name.")
+        elif colon and not re.fullmatch(r"[0-9]{1,2}(,[0-9]{1,2})*", numbers):
+            problems.append(f"  {_shown(spec)}: {_shown(numbers)} are no slots. Fix: {name}:0,2, say.")
+        else:
+            slots = set(map(int, numbers.split(","))) if colon else set(range(host.slots))
+            if unknown := sorted(slots - set(range(host.slots))):
+                problems.append(f"  {_shown(spec)}: no slot {unknown[0]}. {name} has 0 to {host.slots - 1}.")
+            named.setdefault(name, set()).update(slots)
+    if problems:
+        raise Refused(f"{flag}: expected NAME@NAME:SLOT,SLOT of the hostfile.\n" + "\n".join(problems))
+    found = []
+    for host in hosts:
+        of_it = named.get(host.name, set())
+        kept = sorted(of_it if include else set(range(host.slots)) - of_it)
+        if kept:
+            found.append(Host(host.name, len(kept), () if len(kept) == host.slots else tuple(kept)))
+    if not found:
+        raise Refused(f"{flag} {exclude}: no host is left.")
+    return found
+
+
 def table(hosts: Sequence[Host]) -> str:
     """Hosts, slots and ranks, for the eye."""
     width = max(len("host"), *(len(host.name) for host in hosts))
@@ -76,7 +121,9 @@ def table(hosts: Sequence[Host]) -> str:
     first = 0
     for host in hosts:
         last = first + host.slots - 1
-        lines.append(f"{host.name:<{width}}  {host.slots:>5}  {first if first == last else f'{first}-{last}'}")
+        ranks = str(first) if first == last else f"{first}-{last}"
+        slots = f"  slot {', '.join(map(str, host.chosen))}" if host.chosen else ""
+        lines.append(f"{host.name:<{width}}  {host.slots:>5}  {ranks}{slots}")
         first += host.slots
     return "\n".join([*lines, f"{len(hosts)} host(s), {first} rank(s)"])
 

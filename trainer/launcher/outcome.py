@@ -36,8 +36,13 @@ class Outcome:
 
     @property
     def failing(self) -> bool:
-        """Whether the rest should end soon, too: rank 0 has said how, or somebody has left with an error."""
-        return 0 in self.ended or bool(self.hosts_ended) or any(report.code for report in self.ended.values())
+        """Whether the rest should end soon, too: somebody has left with an error."""
+        return bool(self.hosts_ended) or any(report.code for report in self.ended.values())
+
+    @property
+    def done(self) -> bool:
+        """Whether rank 0 has said so."""
+        return 0 in self.ended and self.ended[0].code == 0
 
     @property
     def hung(self) -> list[Report]:
@@ -79,11 +84,16 @@ class Outcome:
                 return ""
             word = "refused" if code == 2 else "stopped"
             return f"{word}, on rank {speaker} (host {self.ended[speaker].host}): {self.ended[speaker].why}"
-        return self._lost()
+        return self._lost()[0]
 
-    def _lost(self) -> str:
+    def who(self) -> dict[str, object]:
+        """Host, rank and pid of what was lost, for the run's record: None of what nobody can tell."""
+        return self._lost()[1]
+
+    def _lost(self) -> tuple[str, dict[str, object]]:
         if self.hung:
-            return f"lost: {'; '.join(f'rank {one.rank} of host {one.host} {one.why}' for one in self.hung)}."
+            said = "; ".join(f"rank {one.rank} of host {one.host} {one.why}" for one in self.hung)
+            return f"lost: {said}.", _who(self.hung[0])
         ranks_of = self._ranks_of()
         silent = [rank for rank in range(self.ranks) if rank not in self.ended]
         # A rank that was killed is why the others failed, not the other way round.
@@ -92,12 +102,16 @@ class Outcome:
         if name is not None:
             gone = [rank for rank in ranks_of[name] if rank in silent] or ranks_of[name]
             who = f"rank {gone[0]}" if len(gone) == 1 else f"one of ranks {', '.join(map(str, gone))}"
-            return f"lost: {who} of host {name} {self._how(name)}."
+            found: dict[str, object] = {"host": name, "rank": gone[0] if len(gone) == 1 else None, "pid": None}
+            if len(gone) == 1 and gone[0] in self.begun:
+                found = _who(self.begun[gone[0]])
+            return f"lost: {who} of host {name} {self._how(name)}.", found
         crashed = [report for report in self.ended.values() if report.code == LOST]
         if crashed:
             first = crashed[0]
-            return f"lost: rank {first.rank} of host {first.host} ended with {first.why}"
-        return "lost: the ranks and the launcher ended without a word; the launcher itself may have been killed."
+            return f"lost: rank {first.rank} of host {first.host} ended with {first.why}", _who(first)
+        said = "lost: the ranks and the launcher ended without a word; the launcher itself may have been killed."
+        return said, {"host": None, "rank": None, "pid": None}
 
     def _how(self, name: str) -> str:
         number = self.killed_by.get(name)
@@ -113,3 +127,7 @@ class Outcome:
             found[host.name] = list(range(first, first + host.slots))
             first += host.slots
         return found
+
+
+def _who(rank: Report) -> dict[str, object]:
+    return {"host": rank.host, "rank": rank.rank, "pid": rank.pid}

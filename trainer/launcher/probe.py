@@ -2,6 +2,7 @@
 
 import base64
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,6 +19,8 @@ from typing import Any
 SIOCGIFADDR = 0x8915
 """Linux: the address of an interface."""
 
+MODEL_FILES = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin", ".gguf")
+
 SECONDS_TO_APPEAR = 3.0
 """A file that another host has just written may take a while on a network file system."""
 
@@ -25,7 +28,8 @@ SECONDS_TO_APPEAR = 3.0
 def look(ask: dict[str, Any]) -> dict[str, Any]:
     """``missing``: those of ``paths`` that are not here. ``address``: of this host, as ``peer`` would reach it.
 
-    ``port``: the one asked for, 0 for any; None when it is in use. ``facts``: of this machine, where asked for.
+    ``port``: the one asked for, 0 for any; None when it is in use. ``machine``: which it is; "" where nothing tells.
+    ``versions`` and ``facts``: where asked for.
     """
     deadline = time.monotonic() + SECONDS_TO_APPEAR
     while missing := [path for path in ask["paths"] if not os.path.exists(path)]:
@@ -33,27 +37,43 @@ def look(ask: dict[str, Any]) -> dict[str, Any]:
             break
         time.sleep(0.2)
     address = _address(ask["peer"])
-    answer = {"missing": missing, "address": address, "port": _port(ask["port"])}
-    return answer | {"facts": _facts(address, **ask["facts"])} if "facts" in ask else answer
+    answer: dict[str, Any] = {"missing": missing, "address": address, "port": _port(ask["port"]), "machine": _machine()}
+    if "versions" in ask:
+        answer["versions"] = _versions(**ask["versions"])
+    if "facts" in ask:
+        answer["facts"] = _facts(address, **ask["facts"])
+    return answer
 
 
-def _facts(address: str, *, packages: Iterable[str], root: str, folder: str) -> dict[str, Any]:
-    """Bytes and seconds since 1970; None of what is not there."""
-    versions: dict[str, str | None] = {}
+def _machine() -> str:
+    """Its boot, and what a container has of its own: the network, and the numbers of processes."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return " ".join((boot.read().strip(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid"))))
+    except OSError:
+        return ""
+
+
+def _versions(*, packages: Iterable[str], root: str, model: str = "") -> dict[str, str]:
+    """Of Python, the packages and the project; "" of a revision that nothing tells. ``model``: a folder to hash."""
+    versions = {"Python": platform.python_version()}
     for name in packages:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    cards = _said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
+            versions[name] = "none"
     commit, changed = (
         _said("git", "-C", root, "rev-parse", "--short", "HEAD"),
         _said("git", "-C", root, "status", "-suno"),
     )
+    versions["revision"] = commit and commit + (" and changes" if changed else "")
+    return versions | ({"model": _hash(model)} if model else {})
+
+
+def _facts(address: str, *, folder: str) -> dict[str, Any]:
+    """Bytes and seconds since 1970; None of what is not there."""
+    cards = _said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
     return {
-        "python": platform.python_version(),
-        "packages": versions,
-        "revision": commit and commit + (" and changes" if changed else ""),
         "gpus": cards.splitlines(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": _available_memory(),
@@ -62,6 +82,18 @@ def _facts(address: str, *, packages: Iterable[str], root: str, folder: str) -> 
         "interface": _interface(address),
         "clock": time.time(),
     }
+
+
+def _hash(folder: str) -> str:
+    """Of a model's files: name, size and first MiB of each. It holds settings, tokenizer and the headers of the
+    weights whole, of the weights a piece."""
+    found = hashlib.sha256()
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+        path = os.path.join(folder, name)
+        if name.endswith(MODEL_FILES) and os.path.isfile(path):
+            with open(path, "rb") as file:
+                found.update(f"{name} {os.path.getsize(path)}\n".encode() + file.read(2**20))
+    return found.hexdigest()[:12]
 
 
 def _available_memory() -> int:

@@ -21,6 +21,10 @@ PACKAGE_ROOT = Path(__file__).parents[2]
 PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 """What a shell, pdsh and the deepspeed launcher take as it is."""
 
+PACKAGES = ("zero-grpo", "torch", "deepspeed", "transformers", "peft", "bitsandbytes")
+"""Whose versions must be equal: ranks exchange what these lay out."""
+VERSIONS = {"packages": PACKAGES, "root": str(PACKAGE_ROOT)}
+
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--")
 FIXES = (
     ("Could not resolve hostname", "correct the name, or add the host to /etc/hosts or ~/.ssh/config"),
@@ -28,6 +32,10 @@ FIXES = (
     ("Host key verification failed", "connect once by hand, ssh {host}, and compare the key that it shows"),
     ("", "is the host up, and does its sshd answer `ssh {host} true`?"),
 )
+
+
+Answer = dict[str, Any] | str
+"""What a host says of itself, or why it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,10 @@ def check_tools() -> None:
 
 def meet(hosts: Sequence[Host], paths: Sequence[Path], shared: Path, port: int) -> Meeting:
     """Asks every host at once over ssh. ``paths`` must exist on each, ``shared`` is a file in run.dir; ``port`` 0 takes
-    a free one. Refused with all hosts that do not serve, each with its reason."""
+    a free one. Refused with all hosts that do not serve, each with its reason, and with what they do not share."""
     needed = [sys.executable, str(PACKAGE_ROOT), *map(str, paths), str(shared)]
-    asks = [
-        {"paths": needed, "peer": hosts[min(1, len(hosts) - 1)].name, "port": port if n == 0 else 0}
-        for n in range(len(hosts))
-    ]
+    common = {"paths": needed, "peer": hosts[min(1, len(hosts) - 1)].name, "versions": VERSIONS}
+    asks = [common | {"port": port if n == 0 else 0} for n in range(len(hosts))]
     with ThreadPoolExecutor(max_workers=32) as pool:
         answers = list(pool.map(ask, hosts, asks))
     problems = []
@@ -82,6 +88,7 @@ def meet(hosts: Sequence[Host], paths: Sequence[Path], shared: Path, port: int) 
             problems.append(
                 f"  {host.name}: port {port} is in use. Fix: another --master_port, or none to take a free one"
             )
+    problems += [f"  {problem}" for problem in (*twice(hosts, answers), *unlike(hosts, answers))]
     if problems:
         raise Refused("--hostfile: nothing was started.\n" + "\n".join(f"{problem}." for problem in problems))
     first = answers[0]
@@ -89,7 +96,34 @@ def meet(hosts: Sequence[Host], paths: Sequence[Path], shared: Path, port: int) 
     return Meeting(first["address"], first["port"])
 
 
-def ask(host: Host, ask: dict[str, Any], script: str = probe.__file__) -> dict[str, Any] | str:
+def twice(hosts: Sequence[Host], answers: Sequence[Answer]) -> list[str]:
+    """Hosts that are one machine, listed by name and by address, say: its ranks would share cards."""
+    first: dict[str, str] = {}
+    found = []
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, str) or not (machine := answer["machine"]):
+            continue
+        if (other := first.setdefault(machine, host.name)) != host.name:
+            found.append(f"{host.name}: the same machine as {other}. Fix: one line for it, with all of its slots")
+    return found
+
+
+def unlike(hosts: Sequence[Host], answers: Sequence[Answer]) -> list[str]:
+    """Versions in which the hosts differ, with the hosts of each."""
+    here = [(host.name, one["versions"]) for host, one in zip(hosts, answers, strict=True) if not isinstance(one, str)]
+    found = []
+    for what in here[0][1] if here else ():
+        names: dict[str, list[str]] = {}
+        for name, versions in here:
+            if versions[what]:
+                names.setdefault(versions[what], []).append(name)
+        if len(names) > 1:
+            said = "; ".join(f"{version} on {', '.join(those)}" for version, those in names.items())
+            found.append(f"{what}: {said}. Fix: the same on every host")
+    return found
+
+
+def ask(host: Host, ask: dict[str, Any], script: str = probe.__file__) -> Answer:
     """The answer of the probe, or of another ``script``, or the reason for none and its fix."""
     question = base64.urlsafe_b64encode(json.dumps(ask).encode()).decode()
     command = [*SSH, host.name, sys.executable, "-I", "-", question]

@@ -1,5 +1,6 @@
 """``zero-grpo hosts HOSTFILE --probe``: what each host has, and what keeps them from training together."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -8,24 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from trainer.launcher.hosts import Host
-from trainer.launcher.reach import PACKAGE_ROOT, ask
-
-PACKAGES = ("zero-grpo", "torch", "deepspeed", "transformers", "peft", "bitsandbytes")
-"""Whose versions must be equal: ranks exchange what these lay out."""
+from trainer.launcher.reach import PACKAGE_ROOT, VERSIONS, Answer, ask, check_tools, twice, unlike
 
 MOST_SECONDS_APART = 5.0
 """Of two clocks. Records of one run carry the times of all hosts, and files are told apart by their age."""
 LEAST_SHARED_GIB = 1.0
 """Of /dev/shm, through which NCCL talks inside a host. Containers often have 64 MiB."""
 
-Answer = dict[str, Any] | str
-"""What a host says of itself, or why it says nothing."""
 
-
-def survey(hosts: Sequence[Host]) -> list[Answer]:
-    """Asks all hosts at once over ssh; ``clock`` becomes seconds that its clock is ahead of ours."""
-    question = {"paths": [sys.executable, str(PACKAGE_ROOT)], "peer": "", "port": 0}
-    question["facts"] = {"packages": PACKAGES, "root": str(PACKAGE_ROOT), "folder": str(Path.cwd())}
+def survey(hosts: Sequence[Host], model: str = "") -> list[Answer]:
+    """Asks all hosts at once over ssh; ``clock`` becomes seconds that its clock is ahead of ours. ``model``: a folder
+    whose files are compared."""
+    check_tools()
+    model = os.path.abspath(model) if model else ""
+    paths = [sys.executable, str(PACKAGE_ROOT), *filter(None, [model])]
+    question = {"paths": paths, "peer": "", "port": 0, "versions": VERSIONS | {"model": model}}
+    question["facts"] = {"folder": str(Path.cwd())}
 
     def one(host: Host) -> Answer:
         peer = next((other.name for other in hosts if other is not host), host.name)
@@ -47,9 +46,13 @@ def compared(hosts: Sequence[Host], answers: Sequence[Answer]) -> str:
     if not here:
         return ""
     rows = [("host", *(host.name for host, _ in here)), ("slots", *(str(host.slots) for host, _ in here))]
-    for name, cell, must_agree in _ROWS:
+    wrong = {problem.partition(":")[0] for problem in unlike(hosts, answers)}
+    if twice(hosts, answers):
+        wrong.add("address")
+    versions = here[0][1]["versions"]
+    for name, cell in (*_ROWS[:3], *((name, _version(name)) for name in versions), *_ROWS[3:]):
         cells = [cell(answer) for _, answer in here]
-        rows.append((f"! {name}" if must_agree and len(set(cells)) > 1 else name, *cells))
+        rows.append((f"! {name}" if name in wrong else name, *cells))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -67,16 +70,13 @@ def problems(hosts: Sequence[Host], answers: Sequence[Answer]) -> list[str]:
             found.append(f"{host.name}: has no folder {Path.cwd()}. Fix: start where every host has one, shared by all")
         if abs(facts["clock"]) > MOST_SECONDS_APART:
             found.append(f"{host.name}: its clock is {facts['clock']:+.0f} s off this one. Fix: let NTP set both")
-        if on_gpus and cards < host.slots:
+        if on_gpus and cards < (needed := max(host.chosen, default=host.slots - 1) + 1):
             fix = f"{host.name} slots={cards}" if cards else "take it out of the hostfile, or repair its driver"
-            found.append(f"{host.name}: slots={host.slots}, but {cards} GPU(s). Fix: {fix}")
+            found.append(f"{host.name}: slots={needed}, but {cards} GPU(s). Fix: {fix}")
         if cards and facts["shared"] is not None and facts["shared"] < LEAST_SHARED_GIB * 2**30:
             free = facts["shared"] / 2**30
             found.append(f"{host.name}: /dev/shm has {free:.2f} GiB. Fix: docker run --shm-size=8g, or --ipc=host")
-    for name, cell, must_agree in _ROWS:
-        if must_agree and len(kinds := {cell(answer) for _, answer in here}) > 1:
-            found.append(f"{name}: {' and '.join(sorted(kinds))}. Fix: the same on every host")
-    return found
+    return found + twice(hosts, answers) + unlike(hosts, answers)
 
 
 def _answering(hosts: Sequence[Host], answers: Sequence[Answer]) -> list[tuple[Host, dict[str, Any]]]:
@@ -92,22 +92,19 @@ def _gpus(facts: dict[str, Any]) -> str:
     return ", ".join(f"{facts['gpus'].count(kind)} x {kind}" for kind in kinds) or "none"
 
 
-def _package(name: str) -> Callable[[dict[str, Any]], str]:
-    return lambda answer: answer["facts"]["packages"][name] or "none"
+def _version(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda answer: answer["versions"][name] or "-"
 
 
-_ROWS: list[tuple[str, Callable[[dict[str, Any]], str], bool]] = [
-    ("address", lambda a: a["address"], False),
-    ("interface", lambda a: a["facts"]["interface"] or "-", False),
-    ("free port", lambda a: str(a["port"]), False),
-    ("Python", lambda a: a["facts"]["python"], True),
-    *((name, _package(name), True) for name in PACKAGES),
-    ("revision", lambda a: a["facts"]["revision"] or "-", True),
-    ("GPUs", lambda a: _gpus(a["facts"]), False),
-    ("cores", lambda a: str(a["facts"]["cores"]), False),
-    ("free memory", lambda a: _gib(a["facts"]["memory"]), False),
-    ("free disk here", lambda a: _gib(a["facts"]["disk"]), False),
-    ("free /dev/shm", lambda a: _gib(a["facts"]["shared"]), False),
-    ("clock", lambda a: f"{a['facts']['clock']:+.1f} s", False),
+_ROWS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    ("address", lambda a: a["address"]),
+    ("interface", lambda a: a["facts"]["interface"] or "-"),
+    ("free port", lambda a: str(a["port"])),
+    ("GPUs", lambda a: _gpus(a["facts"])),
+    ("cores", lambda a: str(a["facts"]["cores"])),
+    ("free memory", lambda a: _gib(a["facts"]["memory"])),
+    ("free disk here", lambda a: _gib(a["facts"]["disk"])),
+    ("free /dev/shm", lambda a: _gib(a["facts"]["shared"])),
+    ("clock", lambda a: f"{a['facts']['clock']:+.1f} s"),
 ]
-"""What, how it is shown, and whether all hosts must have the same."""
+"""What, and how it is shown; after the third come the versions."""

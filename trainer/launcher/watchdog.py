@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer import run_status
 from trainer.heartbeat import BEATS, CELLS, END, HUNG, MET, PHASE, PHASES, STEP, Shared
-from trainer.launcher import status
+from trainer.launcher import lease
 from trainer.launcher.speech import WRAPPED, report_of, say
 
 POLL_SECONDS = 0.5
@@ -56,6 +57,8 @@ class Order:
     """Rank, and its ``Shared``."""
     seconds: float
     run_dir: str
+    lease: tuple[str, bool] | None
+    """Path and ``same_host``, where the ranks are under one."""
 
 
 def start(own: Rank, everyone: Sequence[Rank], seconds: float, run_dir: Path) -> subprocess.Popen[bytes] | None:
@@ -64,7 +67,7 @@ def start(own: Rank, everyone: Sequence[Rank], seconds: float, run_dir: Path) ->
     if own != beside[0]:
         return None
     ranks = [(one.rank, one.shared.pid, one.shared.cells, one.shared.stacks) for one in beside]
-    order = Order(ranks, seconds, str(run_dir.absolute()))
+    order = Order(ranks, seconds, str(run_dir.absolute()), lease.kept)
     # Without site, which takes longer than all that the watchdog needs.
     command = [sys.executable, "-S", "-m", "trainer.launcher.watchdog", json.dumps(asdict(order))]
     package = str(Path(__file__).parents[2])
@@ -128,12 +131,15 @@ class Watchdog:
         self.seconds, self.run_dir = order.seconds, Path(order.run_dir)
         self.wards = [Ward(*rank) for rank in order.ranks]
         self.looked_at: set[int] = set()
+        self.lease = lease.View(Path(order.lease[0]), same_host=order.lease[1]) if order.lease else None
 
     def watch(self) -> None:
         """Until all ranks have gone, or one hangs."""
         last = time.monotonic()
         while any(ward.state != "X" for ward in self.wards):
             time.sleep(POLL_SECONDS)
+            if self.lease and self.lease.over():  # which ranks that are frozen do not see
+                lease.end_host(self.lease)
             now = time.monotonic()
             # Time in which this process was stopped as well, by Ctrl-Z or with its machine, is no silence.
             passed, last = min(now - last, 4 * POLL_SECONDS), now
@@ -219,9 +225,9 @@ class Watchdog:
         reason = f"lost: {who}. Stacks of all: {where}."
         if any((self.run_dir / "checkpoints").glob("step-*")):
             reason += " Fix: --resume auto goes on from the newest checkpoint."
-        if (known := status.read(self.run_dir)).get("state") == "running":
+        if run_status.read(self.run_dir).get("state") == "running":
             ended = {"state": "lost", "exit_code": HUNG, "reason": reason}
-            status.write(self.run_dir, known | ended | {"host": host, "rank": first.rank, "pid": first.pid})
+            run_status.amend(self.run_dir, **ended, host=host, rank=first.rank, pid=first.pid)
         say(f"\n{reason}")
 
 

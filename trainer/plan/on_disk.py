@@ -29,9 +29,16 @@ def checkpoint_bytes(parameters: Parameters, *, stage: int, optimizer: str) -> i
     return int(parameters.trained * (master + MOMENTS[optimizer] + values))
 
 
-def time_to_save(size: int) -> str:
-    """What a plan says of a checkpoint of ``size`` bytes."""
+def time_to_save(size: int, grace_seconds: float) -> str:
+    """What a plan says of a checkpoint of ``size`` bytes. ``grace_seconds``: run.grace_seconds."""
+    seconds = size / DISK_BYTES_A_SECOND
+    if seconds < grace_seconds:
+        grace = f"a micro-batch and that much must fit into run.grace_seconds = {grace_seconds:g}, and the scheduler's."
+    else:
+        grace = (
+            f"more than run.grace_seconds = {grace_seconds:g}, so that a SIGTERM would lose the steps since the last "
+            f"one. Fix: run.grace_seconds = {2 * seconds:.0f}, and as much from the scheduler."
+        )
     return (
-        f"A checkpoint: {size / 1e9:.1f} GB, written in {size / DISK_BYTES_A_SECOND:.0f} s at "
-        f"{DISK_BYTES_A_SECOND / 1e9:g} GB/s; after a SIGTERM the scheduler must leave a micro-batch and that much."
+        f"A checkpoint: {size / 1e9:.1f} GB, written in {seconds:.0f} s at {DISK_BYTES_A_SECOND / 1e9:g} GB/s; {grace}"
     )

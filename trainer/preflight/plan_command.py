@@ -81,7 +81,8 @@ def plan_run(asked: Asked, *, as_json: bool) -> int:
         more = {"not_counted": uncounted, "checkpoint_bytes": size, "seconds_to_save": size / DISK_BYTES_A_SECOND}
         say(json.dumps(table.as_json(result, card, fits, advice) | more, indent=1))
     else:
-        say("\n".join((table.text(result, card, fits, advice), time_to_save(size), *uncounted)))
+        saving = time_to_save(size, config.run.grace_seconds)
+        say("\n".join((table.text(result, card, fits, advice), saving, *uncounted)))
     return 0 if fits else 2
 
 

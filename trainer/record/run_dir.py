@@ -8,15 +8,15 @@ import re
 import shutil
 import socket
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer import run_status
 from trainer.errors import Refused, redacted
 from trainer.record.rollout_rows import FIELDS, rollout_file
 
 RunState = Literal["running", "done", "stopped", "lost", "preempted", "interrupted"]
-RUN_FILES = ("config.toml", "metrics.jsonl", "run_status.json")
+RUN_FILES = ("config.toml", "metrics.jsonl", run_status.NAME)
 LINES = ("metrics.jsonl", "alarms.jsonl")
 FILES = {
     "rollouts": r"step-(\d+)\.jsonl",
@@ -186,24 +186,8 @@ class RunDirectory:
         run_id: str,
     ) -> None:
         """run_status.json, the truth about how the run stands. exit_code: None while it runs."""
-        status = {
-            "state": state,
-            "exit_code": exit_code,
-            "step": step,
-            "reason": redacted(reason),
-            "host": host,
-            "rank": rank,
-            "pid": pid,
-            "run_id": run_id,
-            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        self._replace("run_status.json", json.dumps(status, indent=2, ensure_ascii=False) + "\n")
-
-    def amend_status(self, **changed: Any) -> None:
-        """The same file, by a rank that cannot let rank 0 write: what is not given stays."""
-        updated = datetime.now(UTC).isoformat(timespec="seconds")
-        status = read_status(self.path) | changed | {"updated": updated}
-        self._replace("run_status.json", json.dumps(status, indent=2, ensure_ascii=False) + "\n")
+        who = {"host": host, "rank": rank, "pid": pid, "run_id": run_id}
+        run_status.amend(self.path, state=state, exit_code=exit_code, step=step, reason=redacted(reason), **who)
 
     def _replace(self, name: Path | str, text: str) -> None:
         """Whole file or nothing: written beside and moved over, so that a reader never sees half of it."""
@@ -225,11 +209,6 @@ def check_can_write(path: Path, key: str) -> None:
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         what = "cannot be written" if above.is_dir() else "is a file"
         raise Refused(f"{key}: {path} cannot be created: {above} {what}. Fix: set {key} to a path you can write.")
-
-
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """run_status.json; empty where there is none yet."""
-    return read_object(run_dir / "run_status.json")
 
 
 def read_object(file: Path) -> dict[str, Any]:

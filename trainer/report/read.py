@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer import run_status
 from trainer.errors import Refused
-from trainer.record.run_dir import read_object, read_status
+from trainer.record.run_dir import read_object
 
 Row = dict[str, Any]
 
@@ -53,7 +54,7 @@ def read_run(path: Path) -> Run:
     run.evaluations = [one for one in evaluations if is_step(one.get("step"))]
     run.histograms = by_step(sorted((path / "histograms").glob("step-*.json")))
     run.rollouts = by_step(sorted((path / "rollouts").glob("step-*.jsonl")))
-    run.status = read_status(path)
+    run.status = run_status.read(path)
     run.config = read_text(path / "config.toml")
     run.environment = read_text(path / "environment.json")
     for aside in sorted(path.glob("rolled-back-*")):

@@ -15,6 +15,7 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from trainer.rewards.failed import Failed
@@ -23,8 +24,13 @@ START_S = 120.0
 """For a process to begin and to import the function."""
 MOST_BYTES = 2**24
 """Of one answer."""
-BEGIN = "import sys; sys.path[:] = sys.argv[1:]; from trainer.rewards.worker import main; main()"
-"""With the paths of this process, and no environment variable that a process of the function's would inherit."""
+BEGIN = """import sys
+sys.path.insert(0, sys.argv[1])
+from trainer.rewards.worker import main
+sys.path[:] = sys.argv[2:]
+main()"""
+"""With the paths of this process, and no environment variable that a process of the function's would inherit. The
+trainer first: the user's folder may hold a trainer.py."""
 
 
 class InProcesses:
@@ -85,6 +91,7 @@ class Worker:
                 "-P",
                 "-c",
                 BEGIN,
+                str(Path(__file__).parents[2]),
                 *sys.path,
                 stdin=PIPE,
                 stdout=PIPE,
