@@ -89,9 +89,11 @@ def accept(argv: Sequence[str]) -> list[str]:
             os.environ.pop("PYTHONPATH", None)  # the launcher's own
         with contextlib.suppress(OSError):  # absent where run.dir is not shared, which the run finds and says
             os.environ |= json.loads(secrets.read_text(encoding="utf-8"))
-    # The launcher was started elsewhere, where nothing of the user's is in the way of its imports and ours.
+    # The launcher was started elsewhere, and the user's folder comes last, so that a file there, trainer.py or
+    # datasets.py say, takes no package's place.
     os.chdir(given.folder)
-    sys.path[:1] = [given.folder, *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    sys.path[:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    sys.path.append(given.folder)
     threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", 1))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     sys.argv[1:] = given.arguments
