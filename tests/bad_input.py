@@ -190,7 +190,11 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
     "an argument": (nothing, "optim.lr 1", ("--section.key value",)),
     "allow without resume": (nothing, "--allow optim.lr", ("--allow", "--resume auto")),
     "no ranks": (nothing, "--gpus 0", ("--gpus 0", "1 or more")),
-    "h7 hosts picked on the command line": (nothing, "--hostfile hosts --include worker-9", ("--include",)),
+    "h7 hosts picked on the command line": (
+        file("hosts", "worker-0 slots=2\n"),
+        "--hostfile hosts --include worker-9@worker-0:2",
+        ("--include", "'worker-9': no such host", "'worker-0:2': no slot 2"),
+    ),
     "ranks in words": (nothing, "--gpus two", ("--gpus", "two")),
     # the run directory
     "run.dir a file": (file("out", ""), "", ("run.dir", "is a file")),

@@ -128,13 +128,16 @@ def test_two_hosts_train_as_one_does(hosts: Hosts) -> None:
     """One launch: equal numbers, arguments byte for byte, variables, secrets out of sight, hostile files unread."""
     (hosts.folder / "rewards.py").write_text((hosts.folder / "rewards.py").read_text() + RECORDS_WHAT_IT_SEES)
     (hosts.folder / ".deepspeed_env").write_text('A="$(touch canary)"\nB;touch canary;C=1\n')
+    (hosts.folder / "three.txt").write_text("# both\r\nhosta slots=1\r\nhostb\tslots=2 # the second\n")
     more = ("--run.dir", HOSTILE_FOLDER, "--data.seed", "3")
     with Samples(hosts) as samples:
         over_hosts = run(
             hosts,
             *MULTINODE,
-            "hosts.txt",
+            "three.txt",
             "run.toml",
+            "--include",
+            "hosta@hostb:1",
             *more,
             **SECRETS,
             **OPEN,
@@ -142,7 +145,7 @@ def test_two_hosts_train_as_one_does(hosts: Hosts) -> None:
             NCCL_DEBUG="$(touch canary)",
         )
     assert over_hosts.code == 0, over_hosts.out
-    assert "hosta      1  0\nhostb      1  1\n2 host(s), 2 rank(s)\n" in over_hosts.out
+    assert "hosta      1  0\nhostb      1  1  slot 1\n2 host(s), 2 rank(s)\n" in over_hosts.out
     assert f"{hosts.folder}/.deepspeed_env is not used" in over_hosts.out
     assert nothing_left(hosts) and not (hosts.folder / HOSTILE_FOLDER / ".launch").exists()
     assert not list(hosts.folder.rglob("canary")) and not (ROOT / "canary").exists()

@@ -234,6 +234,15 @@ def test_calls_run_in_so_many_other_processes_without_torch_in_them(tmp_path: Pa
     assert len(processes) == 2 and os.getpid() not in processes
 
 
+def test_a_process_imports_the_trainer_and_not_a_file_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trainer.py").write_text("raise RuntimeError('mine')")
+    monkeypatch.syspath_prepend(tmp_path)
+    scored, result = in_processes(tmp_path, "return [1.0]", n=1)
+    assert (result.messages, scored[0].reward) == ([], 1.0)
+
+
 STUCK_OR_CRASHED = {
     "C code that holds the GIL": ("ctypes.PyDLL(None).sleep(60)", "no answer within 0.5 s; its process was killed"),
     "re": ("re.match(r'(a+)+$', 'a' * 40 + 'b')", "no answer within 0.5 s; its process was killed"),
