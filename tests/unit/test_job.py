@@ -156,6 +156,7 @@ def test_a_signal_before_any_rank_leaves_nothing(
     assert start.launch_on_hosts(wanted, [Host("a", 1)], "run.toml", []) == 75
     assert capsys.readouterr().out == "\nended as asked, before any rank was started.\n"
     assert len(seen[0]) == 1 and seen[0][0].endswith(".lease") and list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signals._note  # as it was before the command
 
 
 def test_a_launch_leaves_no_file_behind(tmp_path: Path, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:

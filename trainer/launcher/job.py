@@ -35,10 +35,14 @@ class Signals:
     def __init__(self) -> None:
         self.asked: list[signal.Signals] = []
         self.starting = False
-        for number in ASKED_TO_END:
-            # nohup means it. A shell without job control ignores SIGINT for everything in the background, unasked.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._note)
+        # nohup means it. A shell without job control ignores SIGINT for everything in the background, unasked.
+        meant = [one for one in ASKED_TO_END if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in meant}
+
+    def restore(self) -> None:
+        """What they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked.append(signal.Signals(number))

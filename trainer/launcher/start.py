@@ -98,6 +98,9 @@ def _listening(launch: Callable[[Signals], int]) -> int:
         if signals.starting:
             raise
         raise Refused(f"nothing was started: {error}. Fix: make room there, or make it writable.") from error
+    finally:
+        if not signals.starting:
+            signals.restore()
 
 
 @contextlib.contextmanager
