@@ -284,12 +284,32 @@ def test_the_one_who_started_the_ranks_believes_the_watchdog() -> None:
     assert (outcome.code(), outcome.message()) == (4, "lost: rank 1 of host a hangs in phase reward.")
 
 
+@pytest.mark.parametrize(("code", "word"), [(75, "preempted"), (130, "interrupted")])
+def test_a_rank_that_was_asked_to_end_is_not_what_the_others_wait_for(code: int, word: str) -> None:
+    """While a run starts, at once and alone. The others lose it in their next collective."""
+    outcome = Outcome([Host("a", 1), Host("b", 1)])
+    for report in (Report(0, "a", 1), Report(1, "b", 2), Report(1, "b", 2, code), Report(0, "a", 1, 4, "a collective")):
+        outcome.take(report)
+    assert outcome.code() == code and outcome.message().startswith(f"{word}: rank 1 (host b) alone")
+    outcome.killed_by["a"] = 9
+    assert outcome.code() == 4 and "rank 0 of host a was killed" in outcome.message()
+
+
+def test_a_rank_that_never_began_is_named() -> None:
+    outcome = Outcome([Host("a", 1), Host("b", 2)])
+    for report in (Report(0, "a", 1), Report(2, "b", 2), Report(0, "a", 1, 4, "a meeting that did not come about.")):
+        outcome.take(report)
+    assert outcome.message().endswith("ended with a meeting that did not come about. Not begun: rank 1 (host b).")
+
+
 @pytest.mark.parametrize(
     ("fault", "test", "said"),
     [
         ("kill@rank1:step4:phase=save", "", "ZERO_GRPO_TEST=1"),
         ("kill@rank1", "1", "expected KIND@rankN:stepN:phase=NAME"),
         ("melt@rank1:step4:phase=save", "1", "KIND one of kill, stop"),
+        ("kill@rank1:step4:phase=safe", "1", "no phase 'safe'; there are start, .*, save.after_shard"),
+        ("kill@rank1:step4:phase=save.before", "1", "no phase 'save.before'"),
     ],
 )
 def test_a_fault_outside_a_test_is_refused(fault: str, test: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,5 +33,6 @@ def time_to_save(size: int) -> str:
     """What a plan says of a checkpoint of ``size`` bytes."""
     return (
         f"A checkpoint: {size / 1e9:.1f} GB, written in {size / DISK_BYTES_A_SECOND:.0f} s at "
-        f"{DISK_BYTES_A_SECOND / 1e9:g} GB/s; after a SIGTERM the scheduler must leave a micro-batch and that much."
+        f"{DISK_BYTES_A_SECOND / 1e9:g} GB/s; after a SIGTERM the scheduler must leave that much, and what a rank does "
+        "in one piece: a micro-batch, a hook, the reference's pass, or all updates of a rollout after the first."
     )
