@@ -220,8 +220,8 @@ def nan_after(updates: int) -> Patch:
     def nan_weights(put: Replace) -> None:
         real = trainer.train.take_step
 
-        def broken(state: State, sums: Any) -> None:
-            real(state, sums)
+        def broken(state: State, *others: Any) -> None:
+            real(state, *others)
             if state.updates == updates:
                 with torch.no_grad():
                     next(one for one in state.policy.causal.parameters() if one.requires_grad).view(-1)[7] = torch.nan

@@ -38,6 +38,7 @@ class ZeroEngine:
         self.world = world
         self.stage: int = deepspeed_config.get("zero_optimization", {}).get("stage", 0)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained[0].register_hook(self._note_gradient)
         offload = deepspeed_config.get("zero_optimization", {}).get("offload_optimizer", {})
         self._offloads = offloads = offload.get("device", "none") != "none"
         module.register_state_dict_post_hook(without_frozen(module))
@@ -63,16 +64,23 @@ class ZeroEngine:
         """Lets go of hooks and buffers. Left to the garbage collector, ranks would do it at different moments."""
         self._engine.destroy()
 
-    def backward_sum(self, loss_sum: Tensor, global_count: float, *, last: bool) -> None:
+    def _note_gradient(self, gradient: Tensor) -> None:
+        self._gradient = torch.linalg.vector_norm(gradient.detach(), ord=torch.inf)
+
+    def backward_sum(self, loss_sum: Tensor, global_count: float, *, last: bool) -> Tensor:
         """Accumulates the gradient of ``loss_sum / global_count``, where ``loss_sum`` is this rank's part of the sum.
 
         DeepSpeed averages gradients over the ranks, so the sum is multiplied by their number here and nowhere else;
         gradient_accumulation_steps is 1 in the config, so that nothing divides by it. A coefficient inside the loss is
         never divided by the world size: the averaging has done that already.
         ``last``: this is the last backward of the optimizer step, after which gradients are complete.
+        Returns the largest element of this pass's gradient of the first weight, to which the pass comes last: NaN or
+        infinite where one was further up. Of this rank, before any other has added its own.
         """
+        self._gradient = torch.zeros(())
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss_sum * (self.world.size / global_count))
+        return self._gradient
 
     def step(self, learning_rate: float) -> StepOutcome:
         """One update, or none on every rank when the gradient holds a NaN or an infinity on any."""

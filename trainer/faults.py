@@ -24,6 +24,8 @@ def read_environment() -> None:
         raise Refused(f"ZERO_GRPO_FAULT={asked} is set, for tests alone. Fix: unset it, or set ZERO_GRPO_TEST=1 too.")
     if not (found := FORM.fullmatch(asked)):
         raise Refused(f"ZERO_GRPO_FAULT={asked}: expected KIND@rankN:stepN:phase=NAME, KIND one of {', '.join(KINDS)}.")
+    if found[4] not in (places := (*heartbeat.PHASES, *heartbeat.POINTS)):
+        raise Refused(f"ZERO_GRPO_FAULT={asked}: no phase {found[4]!r}; there are {', '.join(places)}.")
     _wanted = found[1], int(found[2]), int(found[3]), found[4]
     heartbeat.at_phase = _reached
 

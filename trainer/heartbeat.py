@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 PHASES = ("start", "evaluate", "rollout", "reward", "reference", "backward", "update", "save", "export")
-"""Of a run. A test's fault may name a point of one, as ``save.after_shard``."""
+"""Of a run."""
+POINTS = ("save.after_shard",)
+"""Of a phase."""
 BEATS, MET, PHASE, STEP, END, CELLS = range(6)
-"""Places in the shared memory: beats; collectives and phases behind this rank, which all ranks pass alike; phase; the
-step under way; whether the watchdog asks to end."""
+"""Places in the shared memory: beats; collectives and phases that this rank has come to, which all ranks do alike;
+phase; the step under way; whether the watchdog asks to end."""
 HUNG = 4
 """Exit code of a rank that the watchdog asks to end."""
 
@@ -64,7 +66,7 @@ def beat() -> None:
 
 
 def met() -> None:
-    """A collective is behind this rank."""
+    """This rank has come to a collective, in which it waits for every rank that has come to fewer."""
     _cells[MET] += 1
     _cells[BEATS] += 1
 

@@ -1,4 +1,5 @@
-"""How a process ends. By SIGTERM and Ctrl-C: at once while a run starts, while it trains at a safe point of all ranks.
+"""How a process ends. By SIGTERM, SIGHUP and Ctrl-C: at once while a run starts, while it trains at a safe point of
+all ranks.
 
 Signals belong to the process, and so does this state.
 """
@@ -9,15 +10,19 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from trainer import heartbeat
 from trainer.errors import Interrupted, Preempted, RunEnd
 
+T = TypeVar("T")
+
 KINDS: dict[int, tuple[type[RunEnd], str]] = {
     signal.SIGINT: (Interrupted, "Ctrl-C"),
     signal.SIGTERM: (Preempted, "SIGTERM, by a scheduler or a launcher"),
+    signal.SIGHUP: (Preempted, "SIGHUP, as its terminal was closed"),
 }
 SECONDS_OF_ONE_PRESS = 1.0
 """A terminal, a shell and a launcher may each pass on the same Ctrl-C; a second press comes later than that."""
@@ -31,12 +36,15 @@ class _Asked(KeyboardInterrupt):
 _received: list[int] = []
 _first_at = 0.0
 _deferred = False
+_broken_into = False
 
 
 def install() -> None:
-    """From now on either signal raises KeyboardInterrupt, which no ``except Exception`` swallows."""
+    """From now on each of these signals raises KeyboardInterrupt, which no ``except Exception`` swallows."""
     for number in KINDS:
-        signal.signal(number, _note)
+        # nohup means it. A shell without job control ignores SIGINT for everything in the background, unasked.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _note)
 
 
 def defer() -> None:
@@ -59,6 +67,23 @@ def check() -> None:
         raise kind(who)
 
 
+def broken_into(call: Callable[[], T]) -> T:
+    """``call()``, in the main thread, which a signal ends as ``check`` does."""
+    global _broken_into
+    check()
+    before = _broken_into
+    try:
+        try:
+            _broken_into = True
+            return call()
+        finally:
+            _broken_into = before
+    except _Asked:
+        if _deferred:
+            check()
+        raise
+
+
 def asked() -> tuple[type[RunEnd], str]:
     """What a KeyboardInterrupt was: the kind of end, and who asked for it."""
     return KINDS[_received[0] if _received else signal.SIGINT]
@@ -73,7 +98,7 @@ def leave(code: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):  # `zero-grpo keys | head`
+        with contextlib.suppress(OSError):  # `zero-grpo keys | head`, a terminal that was closed
             stream.flush()
     os._exit(code)
 
@@ -85,7 +110,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     _received.append(number)
     if first:
         _first_at = now
-        if not _deferred:
+        if _broken_into or not _deferred:
             raise _Asked
     elif number == signal.SIGINT and now - _first_at > SECONDS_OF_ONE_PRESS:
         raise _Asked

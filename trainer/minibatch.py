@@ -25,6 +25,8 @@ class MicroBatch:
     reference: ReferenceScores | None = None
     old_logps: Tensor | None = None
     """(N,) log-probs under the policy that sampled; None while that is the policy of this very pass."""
+    gradient: Tensor | None = None
+    """What ``ZeroEngine.backward_sum`` returned."""
 
     def advantages(self) -> Tensor:
         """(C,) fp32."""

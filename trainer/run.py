@@ -29,8 +29,10 @@ from trainer.record.run_dir import RunState
 from trainer.rewards.ledger import Ledger
 from trainer.state import State
 from trainer.train import save, together, train
-from trainer.world import World, connect, disconnect, failed_collective
+from trainer.world import SECONDS_TO_MEET, World, connect, disconnect, failed_collective
 
+LEAST_SECONDS_OF_A_COLLECTIVE = 1800.0
+"""torch's own for gloo, which DeepSpeed's groups have anyway."""
 STATES: dict[type[RunEnd], RunState] = {Interrupted: "interrupted", Preempted: "preempted"}
 
 
@@ -58,12 +60,16 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
     faults.read_environment()
     begun: list[Run] = []
     guard = None
+    limits = [config.watch.seconds_of(phase) for phase in heartbeat.PHASES]
     try:
-        # Twice: ranks that wait begin to do so before the one that they wait for hangs, which the watchdog names.
-        world = connect(config.engine.device, timeout_seconds=2 * config.watch.hang_timeout)
+        # A collective outlasts what the watchdog allows, since that knows who hangs, and who is only slow.
+        longest = max(LEAST_SECONDS_OF_A_COLLECTIVE, 2 * max(seconds for seconds, _ in limits))
+        to_meet = min(SECONDS_TO_MEET, config.watch.seconds_of("start")[0])
+        world = connect(config.engine.device, timeout_seconds=longest, seconds_to_meet=to_meet)
         try:
             ranks = world.gather_objects(own := watchdog.Rank.here(world.rank, heartbeat.share()))
-            guard = watchdog.start(own, ranks, config.watch.hang_timeout, Path(config.run.dir))
+            guard = watchdog.start(own, ranks, limits, Path(config.run.dir))
+            heartbeat.enter("start", step=0)
             check_shared(Path(config.run.dir), world)
             _train(config, folder, world, wanted, begun)
         except Exception as error:
@@ -103,7 +109,8 @@ def train_run(config: RunConfig, folder: Path, wanted: Resume) -> int:
             run.output.end("lost", 4, f"{type(error).__name__}: {error}")
         raise
     finally:
-        watchdog.stop(guard)
+        if guard:
+            guard.stop()
         disconnect()
 
 

@@ -94,13 +94,13 @@ def grpo_step(state: State, groups: list[Group]) -> tuple[dict[str, float], list
     for update in range(config.grpo.updates_per_rollout if count else 0):
         heartbeat.enter("backward")
         for number, batch in enumerate(batches):
-            heartbeat.beat()
+            heartbeat.met()
             if update == 0:  # until here no weight has moved
                 together(world, interrupts.check)
             with clock.working("forward"):
                 loss_sum = micro_batch_loss(state, batch, sums, first=update == 0)
-            state.engine.backward_sum(loss_sum, count, last=number == len(batches) - 1)
-        take_step(state, sums)
+            batch.gradient = state.engine.backward_sum(loss_sum, count, last=number == len(batches) - 1)
+        take_step(state, batches, sums)
         if update == 0:
             sums.add("loss", 0.0, count if world.is_main else 0)
     clock.lap("update")

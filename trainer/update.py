@@ -150,7 +150,7 @@ def charge_kl_to_rewards(state: State, completions: Sequence[Completion], sums: 
         completion.kl_penalty = everyones[completion.group, completion.generation]
 
 
-def take_step(state: State, sums: Sums) -> None:
+def take_step(state: State, batches: Sequence[MicroBatch], sums: Sums) -> None:
     """One optimizer step, or none on every rank when the gradient is not finite; K refusals in a row end the run."""
     optim = state.config.optim
     rate = learning_rate(
@@ -170,8 +170,10 @@ def take_step(state: State, sums: Sums) -> None:
         state.boundary = None
         sums.maximum("grad_norm", outcome.grad_norm)
         return
-    found = [loss for part in state.world.gather_objects(losses) for loss in part]
-    cause = ", ".join(found[:8]) or "every loss was finite, so it arose in the backward pass"
+    losses = [loss for part in state.world.gather_objects(losses) for loss in part]
+    gradients = [one for part in state.world.gather_objects(nonfinite_gradients(state, batches)) for one in part]
+    arose = "every loss was finite, so it arose in the backward pass"
+    cause = ", ".join(losses[:8]) or f"{arose}{': ' if gradients else ''}{', '.join(gradients[:8])}"
     message = f"step {state.step + 1}: the gradient norm is {outcome.grad_norm} ({cause}); no rank updated"
     state.notes.append(message)
     if state.nonfinite_in_a_row >= state.config.watch.max_nonfinite_steps:
@@ -181,6 +183,21 @@ def take_step(state: State, sums: Sums) -> None:
             "of the last finite step. Fix: lower optim.lr, set optim.max_grad_norm, or look at the rewards of this "
             "step."
         )
+
+
+def nonfinite_gradients(state: State, batches: Sequence[MicroBatch]) -> list[str]:
+    """Of this rank, in words."""
+    largest = [(float(batch.gradient), batch) for batch in batches if batch.gradient is not None]
+    rank = state.world.rank
+    return [
+        f"rank {rank}: gradient {one}{whose(batch.completions)}" for one, batch in largest if not math.isfinite(one)
+    ]
+
+
+def whose(completions: Sequence[Completion]) -> str:
+    names = ", ".join(map(row_name, completions[:MOST_NAMES]))
+    more = f" and {len(completions) - MOST_NAMES} more" if len(completions) > MOST_NAMES else ""
+    return f" of {names}{more}" if names else ""
 
 
 def note_unmoved_adapters(state: State) -> None:
@@ -235,10 +252,9 @@ def measure_pass(state: State, batch: MicroBatch, clipped: Tensor, loss: Tensor,
     total = float(weighted.sum())
     if not math.isfinite(total):
         places = batch.rows.completion[~torch.isfinite(weighted)].unique().tolist()
-        names = [row_name(batch.completions[place]) for place in places[:MOST_NAMES]]
-        more = f" and {len(places) - MOST_NAMES} more" if len(places) > MOST_NAMES else ""
-        whose = f" of {', '.join(names)}{more}" if names else ""  # finite ones may have an infinite sum
-        state.nonfinite_losses.append(f"rank {state.world.rank}: loss {total}{whose}")
+        # None where finite ones have an infinite sum.
+        named = whose([batch.completions[place] for place in places])
+        state.nonfinite_losses.append(f"rank {state.world.rank}: loss {total}{named}")
     sums.add("clip_fraction", float(clipped.sum()), len(batch.rows.targets))
     if first:
         sums.add("loss", total, 0)

@@ -19,6 +19,9 @@ import torch.distributed as dist
 from trainer import heartbeat
 from trainer.errors import Lost, Refused, RunEnd, Stopped
 
+SECONDS_TO_MEET = 600.0
+"""For all ranks to begin and import, from a cold disk on another host, say."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -47,9 +50,10 @@ class World:
         tensor = torch.tensor([float(value) for value in values], dtype=torch.float64)
         if self.device.type == "cuda":
             tensor = tensor.to(self.device)
-        dist.all_reduce(tensor, op=op)
-        found = tensor.tolist()
         heartbeat.met()
+        dist.all_reduce(tensor, op=op)
+        found = tensor.tolist()  # on a card the wait for the others is here
+        heartbeat.beat()
         return found
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -60,12 +64,13 @@ class World:
         """
         told = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         sizes = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        heartbeat.met()
         dist.all_gather(sizes, torch.tensor([len(told)], device=self.device))
         longest = int(max(sizes))
         all_told = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in range(self.size)]
         dist.all_gather(all_told, torch.nn.functional.pad(told, (0, longest - len(told))))
         pieces = [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(all_told, sizes, strict=True)]
-        heartbeat.met()
+        heartbeat.beat()
         return [_Reader(io.BytesIO(piece)).load() for piece in pieces]
 
     def all_reduce_seconds(self, size: int) -> float:
@@ -129,10 +134,11 @@ class _Reader(pickle.Unpickler):
         return found
 
 
-def connect(device: str, *, timeout_seconds: float) -> World:
+def connect(device: str, *, timeout_seconds: float, seconds_to_meet: float = SECONDS_TO_MEET) -> World:
     """Joins the job that a launcher described in the environment; without a launcher, a job of one rank.
 
-    ``device``: "auto" takes a CUDA card when torch can use it; "cpu" does not look for one.
+    ``device``: "auto" takes a CUDA card when torch can use it; "cpu" does not look for one. ``timeout_seconds``: of a
+    collective.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -146,7 +152,10 @@ def connect(device: str, *, timeout_seconds: float) -> World:
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), rank=rank, world_size=size)
+        store = _meet(rank, size, seconds_to_meet)
+        timeout = timedelta(seconds=timeout_seconds)
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
         described = ", ".join(
             f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -156,6 +165,55 @@ def connect(device: str, *, timeout_seconds: float) -> World:
             "Fix: start with deepspeed or torchrun, which set all of them, or unset them for a run of one rank."
         ) from error
     return World(rank=rank, size=size, local_rank=local_rank, device=chosen)
+
+
+def _meet(rank: int, size: int, seconds: float) -> dist.Store:
+    """The store of all ranks, once each has come to it. Lost, with those that have not, where that takes too long.
+
+    As torch's own rendezvous, but that one waits where no signal is seen, and does not know who is missing.
+    """
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ValueError(f"{' and '.join(missing)}: not set.")
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + seconds
+    leads = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    while not leads:
+        try:
+            socket.create_connection(address, timeout=1).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                where = f"{address[0]}:{address[1]} ({error.strerror or error})"
+                raise _not_met(seconds, f"nobody answers at {where}, where rank 0 should") from error
+            time.sleep(0.1)
+    store = dist.TCPStore(
+        *address,
+        size,
+        is_master=leads,
+        timeout=timedelta(seconds=max(seconds, 10)),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    met = dist.PrefixStore(f"meeting {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    try:
+        met.set(f"{rank}", "")
+        for one in range(size):
+            while not met.check([f"{one}"]):
+                if time.monotonic() > until:
+                    missing = [f"{other}" for other in range(size) if not met.check([f"{other}"])]
+                    time.sleep(leads)  # the others ask this one
+                    raise _not_met(seconds, f"of {size} ranks, there was no sign of rank {', '.join(missing)}")
+                time.sleep(0.1)
+    except RuntimeError as error:
+        raise _not_met(seconds, "rank 0 came, and left again") from error
+    return met
+
+
+def _not_met(seconds: float, why: str) -> Lost:
+    return Lost(
+        f"a meeting of the ranks that did not come about in {seconds:g} s: {why}. It hangs in its start, was not "
+        "started, or the hosts do not reach each other. Fix: look at that rank's host and output."
+    )
 
 
 def failed_collective(error: Exception) -> str:

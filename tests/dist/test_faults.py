@@ -92,6 +92,7 @@ def test_i5_too_many_refused_steps_end_all_ranks_alike(found: Cells) -> None:
     one, other = found["nonfinite_ends_all_ranks"]
     assert one == other
     assert one["kind"] == "Stopped" and "step 1: " in one["message"] and "backward" in one["message"]
+    assert "rank 1: gradient nan of row " in one["message"] and "rank 0" not in one["message"]
 
 
 def rollouts(folder: Path) -> list[list[dict[str, Any]]]:

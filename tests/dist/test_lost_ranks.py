@@ -80,6 +80,19 @@ def test_ranks_do_not_outlive_the_command(training: subprocess.Popen[str], tmp_p
     wait_for(lambda: left(tmp_path) == [], seconds=10)
 
 
+def test_a_rank_that_hangs_before_the_ranks_have_met_is_missed(tmp_path: Path) -> None:
+    """Of three: rank 2 does not get beyond its imports. Rank 1 alone is asked to end meanwhile, and does at once."""
+    write_run(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    worker = [str(Path(__file__).with_name("absent.py")), "train", "run.toml", "--watch.phase_timeout.start", "6"]
+    waiting, asked, _ = run_ranks([*worker, "--reward.score.timeout", "2"], 3, 29745, folder=tmp_path, timeout=60)
+    assert waiting.code == 4 and "Traceback" not in waiting.output, waiting.output[-3000:]
+    (said,) = [line for line in waiting.output.splitlines() if line.startswith("lost: ")]
+    assert "in 6 s: of 3 ranks, there was no sign of rank 2." in said
+    assert asked.code == 75 and float((tmp_path / "asked").read_text()) < 2, asked.output[-3000:]
+    assert not (tmp_path / "out").exists()
+
+
 def test_b35_a_rank_that_hangs_is_told_with_rank_and_step(tmp_path: Path) -> None:
     """Without our launcher: the watchdog speaks, and every rank ends with the code."""
     write_run(tmp_path)

@@ -14,7 +14,7 @@ from trainer.config import RunConfig, describe, dump, load, shipped
 from trainer.config import recipes as shipped_recipes
 from trainer.config.fields import dotted_keys, field_at, keys, literal
 from trainer.config.rules import available
-from trainer.config.watch import LEVELS
+from trainer.config.watch import LEVELS, PhaseTimeout
 from trainer.errors import Refused
 
 MINIMAL = """\
@@ -307,6 +307,7 @@ def test_a_dumped_config_reads_back_equal(tmp_path_factory, system, stop, lr, we
 
 
 UNSET = {"reward.fallback", "reward.concurrency", *(f"watch.{limit}" for limit in LEVELS)}
+UNSET |= {f"watch.phase_timeout.{phase}" for phase in PhaseTimeout.model_fields}
 """Without a value of their own as they come: TOML has no null."""
 
 

@@ -295,6 +295,12 @@ CASES = [
         ["reward.a.timeout = 30", "watch.hang_timeout = 74", "more than 29.6 s", "Raise watch.hang_timeout to 75"],
         {"watch__hang_timeout": 75.0},
     ),
+    (
+        "hang_outlasts_calls",
+        {"watch__phase_timeout": {"evaluate": 74.0}},
+        ["more than 29.6 s", "0.4 of watch.phase_timeout.evaluate = 74 s", "Raise watch.phase_timeout.evaluate to 75"],
+        {"watch__hang_timeout": 74.0, "watch__phase_timeout": {"evaluate": 75.0, "reward": 75.0}},
+    ),
     ("key_variable", {"reward": [another(key_env="MY KEY")]}, ["reward.a.key_env"], {}),
     (
         "a_group_has_two",

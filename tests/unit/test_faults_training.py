@@ -120,14 +120,25 @@ def test_b03_i5_a_loss_that_is_not_finite_moves_nothing_and_is_named(folder: Pat
     assert distance(before, weights(state)) > 0
 
 
-def test_i5_a_gradient_that_overflows_behind_a_finite_loss_is_told_apart(folder: Path, world: World) -> None:
-    state = start(folder, world)
+@pytest.mark.parametrize("lora", [4, 0])
+def test_i5_a_gradient_that_overflows_behind_a_finite_loss_is_told_apart(folder: Path, world: World, lora: int) -> None:
+    """In the second pass of the step, which is named with its prompts."""
+    state = start(folder, world, {"engine.micro_batch": 4, "lora.r": lora})
     before = weights(state)
-    trained = next(p for p in state.policy.causal.parameters() if p.requires_grad)
-    hook = trained.register_hook(lambda gradient: gradient * math.inf)
+    passes: list[None] = []
+
+    def overflow(module: Any, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            passes.append(None)
+            if len(passes) == 2:
+                output.register_hook(lambda gradient: gradient * math.inf)
+
+    hook = state.policy.causal.get_decoder().layers[-1].register_forward_hook(overflow)
     step(state)
     hook.remove()
-    assert "step 1: " in state.notes[-1] and "backward" in state.notes[-1]
+    said = r"step 1: .*\(every loss was finite.* backward pass: rank 0: gradient (nan|inf) of (row \d+ generation \d, )"
+    assert re.match(said, state.notes[-1]), state.notes[-1]
+    assert state.notes[-1].count("rank 0: ") == 1 and state.notes[-1].count("generation") == 4
     assert distance(before, weights(state)) == 0
 
 

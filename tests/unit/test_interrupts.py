@@ -1,5 +1,6 @@
 """Signals of this process: at once while it starts, later at a safe point, and at once again for who presses twice."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 from trainer import heartbeat, interrupts
 from trainer.errors import Interrupted, Preempted
+from trainer.launcher.speech import say
+from trainer.rewards.limit import call_within
 
 
 @pytest.fixture
@@ -31,7 +34,9 @@ def test_a_signal_ends_a_starting_run_at_once(fresh: ModuleType) -> None:
     assert fresh.asked()[0] is Preempted
 
 
-@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGTERM, Preempted), (signal.SIGHUP, Preempted), (signal.SIGINT, Interrupted)]
+)
 def test_a_training_run_is_asked_and_ends_where_it_looks(fresh: ModuleType, number: int, kind: type) -> None:
     fresh.defer()
     fresh.check()
@@ -51,6 +56,40 @@ def test_f11_a_second_ctrl_c_does_not_wait(fresh: ModuleType, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert fresh.asked()[0] is Interrupted
+
+
+def test_a_terminal_that_is_closed_asks_no_run_under_nohup(fresh: ModuleType) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    fresh.install()
+    signal.raise_signal(signal.SIGHUP)
+    fresh.check()
+
+
+def test_a_word_that_nobody_can_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def write(self, text: str) -> None:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    say("step 1")
+
+
+def test_f8_sigterm_breaks_into_a_reward_of_the_main_thread(fresh: ModuleType) -> None:
+    """Also into one that catches what it can, and that calls another with a limit of its own."""
+
+    def reward() -> None:
+        with contextlib.suppress(Exception):
+            call_within(30, lambda: None)
+            signal.raise_signal(signal.SIGTERM)
+        pytest.fail("it went on")
+
+    fresh.defer()
+    alarm = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(Preempted):
+        call_within(30, reward)
+    assert signal.getsignal(signal.SIGALRM) == alarm and not fresh._broken_into
+    with pytest.raises(Preempted):
+        call_within(30, lambda: pytest.fail("it began"))
 
 
 def test_nothing_breaks_into_the_closing_words(fresh: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import trainer.world
+from trainer import heartbeat
 from trainer.batch import Completion, Prompt
 from trainer.errors import Lost, NoCheckpoint, Refused, RunEnd
 from trainer.launcher import probe
@@ -75,3 +78,27 @@ def test_s9_what_another_program_tells_is_not_run(function: Any, world: World, t
     with pytest.raises(Lost, match="another program has joined"):
         world.gather_objects({"rewards": [Calls(function, str(tmp_path / "canary"))]})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ask", [lambda world: world.all_reduce_sum([1]), lambda world: world.gather_objects(1)])
+def test_a_rank_is_known_to_have_come_before_it_can_wait(
+    ask: Callable[[World], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the collective, and on a card, where that returns at once, in the first number that is read of it."""
+    cells, waited = heartbeat._cells, []
+    before = cells[heartbeat.MET]
+
+    def wait(*_: Any, **__: Any) -> int:
+        waited.append(cells[heartbeat.MET] - before)
+        return 1
+
+    monkeypatch.setattr(trainer.world.dist, "all_reduce", wait)
+    monkeypatch.setattr(trainer.world.dist, "all_gather", wait)
+    for read in ("tolist", "__int__"):
+        monkeypatch.setattr(torch.Tensor, read, wait)
+    monkeypatch.setattr(trainer.world.pickle, "dumps", lambda value: b"1")
+    monkeypatch.setattr(trainer.world._Reader, "load", lambda reader: None)
+    beats = cells[heartbeat.BEATS]
+    ask(World(0, 1, 0, torch.device("cpu")))
+    assert len(waited) >= 2 and set(waited) == {1}
+    assert cells[heartbeat.BEATS] == beats + 2, "what comes after has all of its time"

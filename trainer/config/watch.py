@@ -29,6 +29,23 @@ def _limit(key: str, meaning: str) -> Any:
     return Field(default=None, gt=0, description=f"{meaning} As watch.level says: {values}.")
 
 
+def _phase(what: str) -> Any:
+    """A key whose default is watch.hang_timeout."""
+    return Field(default=None, gt=0, description=f"Seconds {what}. As watch.hang_timeout says.")
+
+
+class PhaseTimeout(Section):
+    start: float | None = _phase("of loading model, data and engine; the ranks meet in 600 at most, before it")
+    evaluate: float | None = _phase("of an evaluation, between two tokens or calls")
+    rollout: float | None = _phase("of a rollout, between two tokens")
+    reward: float | None = _phase("of scoring, of which the rewards get 0.4")
+    reference: float | None = _phase("between two micro-batches of the reference")
+    backward: float | None = _phase("of a micro-batch, forward and backward")
+    update: float | None = _phase("of an optimizer step")
+    save: float | None = _phase("of each half of a checkpoint: shards, then weights and hashes")
+    export: float | None = _phase("of writing the adapter or model at the end")
+
+
 class Watch(Section):
     level: Literal["quiet", "normal", "seed"] = Field(
         default="normal",
@@ -85,6 +102,9 @@ class Watch(Section):
             " host names it, keeps the stacks of all ranks and ends the job. 1800: torch's limit of a collective."
         ),
     )
+    phase_timeout: PhaseTimeout = Field(
+        default_factory=PhaseTimeout, description="Other limits than hang_timeout, of the phase that a rank is in."
+    )
     checksum_every: int = Field(
         default=0,
         ge=0,
@@ -93,6 +113,15 @@ class Watch(Section):
             " too. Ranks that differ end the run, and nothing is saved. ZeRO 0 to 2. 0: never."
         ),
     )
+
+    def seconds_of(self, phase: str) -> tuple[float, str]:
+        """Without a sign of life in a phase, and the key that says so."""
+        given: float | None = getattr(self.phase_timeout, phase)
+        return (self.hang_timeout, "watch.hang_timeout") if given is None else (given, f"watch.phase_timeout.{phase}")
+
+    def for_rewards(self) -> tuple[float, str]:
+        """The same of rewards, which an evaluation asks too."""
+        return min(self.seconds_of("reward"), self.seconds_of("evaluate"))
 
     def limits(self) -> dict[str, float]:
         """Of every key of ``LEVELS``: what was given, else what the level says."""

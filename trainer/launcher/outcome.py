@@ -10,6 +10,7 @@ from trainer.launcher.speech import Report
 
 TOLD = (0, 2, 3, 5, 75, 130)
 """Codes that a rank ends with on purpose."""
+ASKED = {75: "preempted", 130: "interrupted"}
 LOST = 4
 
 # pdsh@here: worker-1: ssh exited with exit code 247
@@ -68,10 +69,12 @@ class Outcome:
         return next((host.name for host in self.hosts if label in (host.name, host.name.partition(".")[0])), label)
 
     def code(self) -> int:
-        """Rank 0's word; without one, that of the lowest rank which refused or stopped alone; else lost."""
+        """Rank 0's word; without one, that of the lowest rank which refused or stopped alone, or was asked to end while
+        the ranks could not agree, and so left the others; else lost."""
+        alone = (2, 3, 5) if self.hung or self.killed_by else (2, 3, 5, *ASKED)
         for rank in sorted(self.ended):
             code = self.ended[rank].code
-            if code in TOLD and (rank == 0 or code in (2, 3, 5)):
+            if code in TOLD and (rank == 0 or code in alone):
                 return code
         return LOST
 
@@ -82,6 +85,9 @@ class Outcome:
             speaker = next(rank for rank in sorted(self.ended) if self.ended[rank].code == code)
             if speaker == 0:
                 return ""
+            if code in ASKED:
+                host = self.ended[speaker].host
+                return f"{ASKED[code]}: rank {speaker} (host {host}) alone, and at once: nothing was saved."
             word = "refused" if code == 2 else "stopped"
             return f"{word}, on rank {speaker} (host {self.ended[speaker].host}): {self.ended[speaker].why}"
         return self._lost()[0]
@@ -109,7 +115,11 @@ class Outcome:
         crashed = [report for report in self.ended.values() if report.code == LOST]
         if crashed:
             first = crashed[0]
-            return f"lost: rank {first.rank} of host {first.host} ended with {first.why}", _who(first)
+            missing = [
+                f"{rank} (host {name})" for name in ranks_of for rank in ranks_of[name] if rank not in self.begun
+            ]
+            never = f" Not begun: rank {', '.join(missing)}." if missing else ""
+            return f"lost: rank {first.rank} of host {first.host} ended with {first.why}{never}", _who(first)
         said = "lost: the ranks and the launcher ended without a word; the launcher itself may have been killed."
         return said, {"host": None, "rank": None, "pid": None}
 

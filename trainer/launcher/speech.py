@@ -3,6 +3,7 @@
 Both carry the id of the launch, so that nothing that a reward function prints, a completion say, is taken for either.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -39,8 +40,9 @@ def say(text: str) -> None:
     launch_id = os.environ.get(WRAPPED)
     # A write for each line: one of up to 4 KiB goes through a pipe in one piece, whatever the other ranks print.
     for line in redacted(text).split("\n"):
-        sys.stdout.write(f"{mark(launch_id)}{line}\n" if launch_id else f"{line}\n")
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # a terminal that was closed; what is left to do is worth more than the word
+            sys.stdout.write(f"{mark(launch_id)}{line}\n" if launch_id else f"{line}\n")
+            sys.stdout.flush()
 
 
 def report(code: int | None = None, why: str = "") -> None:

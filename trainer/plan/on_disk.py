@@ -33,7 +33,10 @@ def time_to_save(size: int, grace_seconds: float) -> str:
     """What a plan says of a checkpoint of ``size`` bytes. ``grace_seconds``: run.grace_seconds."""
     seconds = size / DISK_BYTES_A_SECOND
     if seconds < grace_seconds:
-        grace = f"a micro-batch and that much must fit into run.grace_seconds = {grace_seconds:g}, and the scheduler's."
+        grace = (
+            "that much, and what a rank does in one piece (a micro-batch, a hook, the reference's pass, all updates of "
+            f"a rollout after the first), must fit into run.grace_seconds = {grace_seconds:g}, and the scheduler's."
+        )
     else:
         grace = (
             f"more than run.grace_seconds = {grace_seconds:g}, so that a SIGTERM would lose the steps since the last "

@@ -51,7 +51,7 @@ def look(question: dict[str, str]) -> dict[str, Any]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if question["interface"]:
             os.environ.setdefault(name, question["interface"])
-    world = connect("auto", timeout_seconds=SECONDS_TO_MEET)
+    world = connect("auto", timeout_seconds=SECONDS_TO_MEET, seconds_to_meet=SECONDS_TO_MEET)
     try:
         seconds = world.all_reduce_seconds(BYTES)
     finally:

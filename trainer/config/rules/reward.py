@@ -121,14 +121,15 @@ def concurrency_has_calls(config: RunConfig) -> Iterator[Problem]:
 
 
 def hang_outlasts_calls(config: RunConfig) -> Iterator[Problem]:
+    seconds, key = config.watch.for_rewards()
     for index, entry in enumerate(config.reward):
-        if entry.timeout > (most := config.watch.hang_timeout * SHARE_OF_HANG_TIMEOUT):
+        if entry.timeout > (most := seconds * SHARE_OF_HANG_TIMEOUT):
             yield Problem(
-                (("reward", index, "timeout"), ("watch", "hang_timeout")),
+                (("reward", index, "timeout"), tuple(key.split("."))),
                 f"reward.{entry.name}.timeout = {entry.timeout:g} s is more than {most:g} s,"
-                f" {SHARE_OF_HANG_TIMEOUT:g} of watch.hang_timeout = {config.watch.hang_timeout:g} s: the rewards"
+                f" {SHARE_OF_HANG_TIMEOUT:g} of {key} = {seconds:g} s: the rewards"
                 " of a step get no more, since the other ranks wait, in an evaluation twice as long, and a slow call"
-                " would end the job as hung. Raise watch.hang_timeout to"
+                f" would end the job as hung. Raise {key} to"
                 f" {math.ceil(entry.timeout / SHARE_OF_HANG_TIMEOUT)}.",
             )
 
