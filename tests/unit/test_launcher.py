@@ -279,12 +279,16 @@ def test_ranks_end_with_the_launcher_above_them(tmp_path: Path) -> None:
 
 
 FROZEN = """
-import signal, subprocess, sys
+import os, signal, subprocess, sys
+from trainer.heartbeat import CELLS, PHASES
 from trainer.launcher.watchdog import Order, Watchdog
-rank = subprocess.Popen(["sleep", "100"])
+shared = os.memfd_create("cells")
+os.ftruncate(shared, 8 * CELLS)
+rank = subprocess.Popen(["sleep", "100"], pass_fds=[shared])
 rank.send_signal(signal.SIGSTOP)
 print(rank.pid, flush=True)
-Watchdog(Order([(0, rank.pid, 9, 9)], 1800.0, "absent", (sys.argv[1], True))).watch()
+limits = [(1800.0, "watch.hang_timeout")] * len(PHASES)
+Watchdog(Order([(0, rank.pid, shared, shared)], limits, "absent", (sys.argv[1], True))).watch()
 """
 
 

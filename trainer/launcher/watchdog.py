@@ -60,7 +60,7 @@ class Order:
     limits: list[tuple[float, str]]
     """Of each phase, the seconds without a sign of life and the key that says so."""
     run_dir: str
-    lease: tuple[str, bool] | None
+    lease: tuple[str, bool] | None = None
     """Path and ``same_host``, where the ranks are under one."""
 
 
