@@ -57,9 +57,9 @@ def held(found: Found, names: list[str]) -> dict[str, str]:
     shards = Shards(found.path / "deepspeed", stage=facts.zero_stage, ranks=facts.world_size, names=names)
     hashes = {}
     for name in names:
-        weight, moments, steps = shards.whole(name)
-        hashes[f"{name} steps"] = str(steps)
-        for key, value in {"": weight, **moments}.items():
+        hashes[f"{name} steps"] = str(shards.steps(name))
+        for key in ("", *shards.moments(name)):
+            value = shards.read(name, key, 0, sys.maxsize)
             hashes[f"{name} {key}"] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
     return hashes
 
