@@ -275,6 +275,10 @@ KINDS: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
         ("train", "run.toml", "--lora.start_adapter", "start", "--run.steps", "1"),
     ),
     "checkpoint": ((damaged, resigned), ("train", "run.toml", "--resume", "auto")),
+    "checkpoint, its sizes alone": (
+        (damaged, resigned),
+        ("train", "run.toml", "--resume", "auto", "--checkpoint.verify", "size"),
+    ),
 }
 """What is damaged, and the command that reads it."""
 

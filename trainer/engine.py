@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from trainer import heartbeat
 from trainer.config.sections import Optim
 from trainer.errors import Refused, Stopped
 from trainer.untouched import exact_buffers, outlived, without_frozen
@@ -25,6 +26,16 @@ class StepOutcome:
     """L2 norm of the averaged gradient over all parameters, before clipping."""
     applied: bool
     """False: the gradient was not finite on some rank, so no rank updated."""
+
+
+class Saved(Protocol):
+    """A checkpoint's fp32 weights ("") and moments, by the name of a trained parameter; flat."""
+
+    def moments(self, name: str) -> list[str]: ...
+
+    def steps(self, name: str) -> float: ...
+
+    def read(self, name: str, key: str, start: int, numel: int) -> Tensor: ...
 
 
 class ZeroEngine:
@@ -165,40 +176,41 @@ class ZeroEngine:
         return {name: one for name, one in self.module.named_parameters() if one.requires_grad}
 
     @torch.no_grad()
-    def put(self, whole: Callable[[str], tuple[Tensor, dict[str, Tensor], float]]) -> None:
-        """A saved state, however it was cut up, into an engine between two steps. A collective.
-
-        ``whole(name)``: of a trained parameter, flat, the fp32 weight and the moments; and the optimizer's steps.
-        """
-        optimizer = self._engine.optimizer
-        trained = self.trained()
-        masters = self._masters()
+    def put(self, saved: Saved) -> None:
+        """A state, however it was cut up, into an engine between two steps. Each rank reads its part. A collective."""
+        trained, masters = self.trained(), self._masters()
+        steps, moments = saved.steps(first := next(iter(trained))), saved.moments(first)
         self._inner.state.clear()
-        _, moments, steps = whole(next(iter(trained)))
         for master in masters if moments else ():
             self._inner.state[master] = {key: torch.zeros_like(master) for key in moments} | {
                 # torch's Adam counts in a tensor, the CPU Adam of an offload in a number.
                 "step": int(steps) if self._offloads else torch.tensor(steps, device=master.device)
             }
         if self.stage in (1, 2):
-            optimizer._hp_optimizer_states_linked = False  # parameters know the moments of before, or none
-            optimizer._lazy_init_hp_params_optimizer_state()
+            self._engine.optimizer._hp_optimizer_states_linked = False  # parameters know the moments of before, or none
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         for index, (name, parameter) in enumerate(trained.items()):
-            weight, moments, _ = whole(name)
-            values: list[tuple[str | None, Tensor]] = [(None, weight), *moments.items()]
-            for key, value in values:
-                if self.stage == 0:
-                    kept = self._inner.state[masters[index]][key] if key else masters[index]
-                    kept.copy_(value.view_as(kept))
-                elif self.stage == 3:
-                    # Not set_full_hp_param: where the ranks do not divide a parameter it reads beyond the end.
-                    size = parameter.ds_tensor.numel()
-                    filled = nn.functional.pad(value, (0, self.world.size * size - value.numel()))
-                    optimizer.set_local_hp_param(filled[self.world.rank * size :][:size], parameter, key)
-                else:
-                    parameter.set_full_hp_param(value, key)
+            heartbeat.beat()
+            for key in ("", *moments):
+                self._put_part(saved, name, parameter, key, masters[index] if self.stage == 0 else None)
             with self.whole([parameter], changed=True):
-                parameter.copy_(weight.view_as(parameter))
+                if self.stage != 3 or self.world.is_main:  # whose weights the others get
+                    parameter.copy_(saved.read(name, "", 0, parameter.numel()).view_as(parameter))
+
+    def _put_part(self, saved: Saved, name: str, parameter: Any, key: str, master: Tensor | None) -> None:
+        """This rank's part of a moment, or of the fp32 weight (""). ``master``: of stage 0, where that is all of it."""
+        if master is not None:
+            kept = self._inner.state[master][key] if key else master
+            kept.copy_(saved.read(name, key, 0, kept.numel()).view_as(kept))
+        elif self.stage == 3:
+            # Not set_full_hp_param: where the ranks do not divide a parameter it reads beyond the end.
+            size = parameter.ds_tensor.numel()
+            part = saved.read(name, key, self.world.rank * size, size)
+            part = nn.functional.pad(part, (0, size - part.numel()))
+            self._engine.optimizer.set_local_hp_param(part, parameter, key or None)
+        elif (mapping := parameter._hp_mapping) is not None:  # None where another rank has all of it
+            address = mapping.lp_fragment_address
+            mapping.get_hp_fragment(key or None).copy_(saved.read(name, key, address.start, address.numel))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

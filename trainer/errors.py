@@ -1,8 +1,11 @@
 """How a run ends early. Each class carries the exit code of its kind; the message is all that the user sees, and holds
 no key of an account."""
 
+import errno
 import os
 import re
+import shutil
+from pathlib import Path
 
 # OpenAI and DashScope, Hugging Face, GitHub, AWS, Google, Slack; an HTTP header; a URL with a password.
 KEYS = re.compile(
@@ -51,6 +54,19 @@ class Stopped(RunEnd):
     """A guard ended a running job (non-finite values, a reward that fails too often); the last good state is kept."""
 
     exit_code = 3
+
+
+def refused_by_disk(folder: Path, error: OSError, what: str = "cannot be written") -> Stopped:
+    """What a run ends with where a disk refuses."""
+    fixes = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room")
+    fixes |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable")
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        free = f"{shutil.disk_usage(there).free / 1e6:.2f} MB are free"
+    except OSError as gone:
+        free = f"how much is free it does not say: {gone.strerror}"
+    fix = fixes.get(error.errno or 0, "see to the disk, its room and its mount")
+    return Stopped(f"{folder}: {what}: {error} ({free}). Fix: {fix}.")
 
 
 class OutOfMemory(Stopped):

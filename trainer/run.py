@@ -138,12 +138,13 @@ def _train(config: RunConfig, folder: Path, world: World, wanted: Resume, begun:
     if found and state.step >= state.steps:
         state.notes.append(f"step {state.step} of {state.steps} is done already: there is nothing left to train")
     checkpoints = Checkpoints(config, state.policy, state.engine, world, state.facts, output.run_id)
+    checkpoints.notes = state.notes
     if found:
-        checkpoints.resumed(found, state.best, in_place=goes_on)
-        checkpoints.keep_good(output.alarms.good_step)
+        with resume.as_written(found.path / PROGRESS):
+            checkpoints.resumed(found, state.best, output.alarms.good_step, in_place=goes_on)
     together(world, lambda: output.begin(goes_on=goes_on))
-    if goes_on and world.is_main:
-        checkpoints.store.tidy(state.step)
+    if goes_on:
+        state.best = checkpoints.tidy(state.step, found.path if found else None, state.best)
     state.rewards.ledger = together(world, lambda: Ledger(output.path, world.rank, ranks=world.size))
     begun.append(Run(state, output, checkpoints))
     interrupts.defer()

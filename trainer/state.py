@@ -99,7 +99,8 @@ class State:
         """The numbers of a checkpoint's ``Boundary.progress``."""
         for name, kind in NUMBERS.items():
             setattr(self, name, kind(progress[name]))
-        self.best = progress["best"]
+        best = progress["best"]
+        self.best = best and {"metric": str(best["metric"]), "step": int(best["step"]), "value": float(best["value"])}
 
     def hook_context(self, groups: list[Group]) -> HookContext:
         """What a before-rollout hook may look at; a collective, since ``longest_prompt`` is that of all ranks'

@@ -178,7 +178,7 @@ def save(state: State, output: Output, checkpoints: Checkpoints) -> Path | None:
     if first and checkpoints.bytes:  # of rank 0, which tells it
         size, seconds = checkpoints.bytes / 1e9, time.monotonic() - began
         state.notes.append(f"the first checkpoint: {size:.3g} GB in {seconds:.1f} s, which a scheduler must leave it")
-    state.notes += state.rewards.forget_paid_before(step)
+    state.notes += state.rewards.forget_paid_before(checkpoints.oldest)
     return folder
 
 

@@ -1,5 +1,6 @@
 """Where DeepSpeed would change or save what it must not, or leave its ranks waiting."""
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,7 @@ def outlived(owner: Any, name: str, refused: list[OSError]) -> Iterator[None]:
             if not any(word in str(error) for word in DISK):
                 raise
             path, said = named.get("path", *arguments[-1:]), str(error).splitlines()[0]
-            refused.append(OSError(f"{path}: a write failed, as on a full disk (torch: {said})"))
+            refused.append(OSError(errno.ENOSPC, f"a write failed, as on a full disk (torch: {said})", str(path)))
 
     setattr(owner, name, attempt)
     try:

@@ -1,10 +1,8 @@
 """Ranks and collectives. The only importer of torch.distributed; every collective of our own is written here, once."""
 
-import errno
 import io
 import os
 import pickle
-import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import heartbeat
-from trainer.errors import Lost, Refused, RunEnd, Stopped
+from trainer.errors import Lost, Refused, RunEnd, refused_by_disk
 
 SECONDS_TO_MEET = 600.0
 """For all ranks to begin and import, from a cold disk on another host, say."""
@@ -95,9 +93,7 @@ class World:
             if self.is_main:
                 write()
         except OSError as failed:
-            free = shutil.disk_usage(folder).free / 1e6
-            fix = "make room" if failed.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-            error = Stopped(f"{folder}: cannot be written: {failed} ({free:.2f} MB are free). Fix: {fix}.")
+            error = refused_by_disk(folder, failed)
         self.agree(error)
 
     def agree(self, error: RunEnd | None) -> None:

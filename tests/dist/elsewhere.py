@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.tiny_run import run_config, step, weights
@@ -16,6 +17,8 @@ from trainer.checkpoint import resume
 from trainer.checkpoint.save import Checkpoints
 from trainer.checkpoint.shards import Shards
 from trainer.checkpoint.store import Found
+from trainer.engine import Saved, ZeroEngine
+from trainer.errors import NoCheckpoint
 from trainer.interrupts import leave
 from trainer.output import Output
 from trainer.preflight.prepare import check, load_models, start_engine
@@ -57,9 +60,9 @@ def held(found: Found, names: list[str]) -> dict[str, str]:
     shards = Shards(found.path / "deepspeed", stage=facts.zero_stage, ranks=facts.world_size, names=names)
     hashes = {}
     for name in names:
-        weight, moments, steps = shards.whole(name)
-        hashes[f"{name} steps"] = str(steps)
-        for key, value in {"": weight, **moments}.items():
+        hashes[f"{name} steps"] = str(shards.steps(name))
+        for key in ("", *shards.moments(name)):
+            value = shards.read(name, key, 0, sys.maxsize)
             hashes[f"{name} {key}"] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
     return hashes
 
@@ -90,6 +93,32 @@ def until_the_end(state: State, world: World) -> list[dict[str, Any]]:
     return records
 
 
+def refused_together(found: Found, state: State, world: World) -> None:
+    """What one rank alone cannot read ends all, and leaves none waiting: the next collective is the same for all."""
+
+    def stale(path: Path) -> Any:
+        raise OSError(116, "Stale file handle", str(path))
+
+    for name in ("shards.opened", "resume._read_json"):
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 1:
+                patch.setattr(f"trainer.checkpoint.{name}", stale)
+            with pytest.raises(NoCheckpoint, match="Stale file handle"):
+                resume.restore(found.path, state.engine, world, state.facts)
+        world.barrier()
+
+
+def put_back_all_but(moment: str, patch: pytest.MonkeyPatch) -> None:
+    """Of the last parameter."""
+    real = ZeroEngine._put_part
+
+    def put(self: ZeroEngine, saved: Saved, name: str, parameter: Any, key: str, master: Any) -> None:
+        if (name, key) != (list(self.trained())[-1], moment):
+            real(self, saved, name, parameter, key, master)
+
+    patch.setattr(ZeroEngine, "_put_part", put)
+
+
 def run(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     state = begin(folder, cell, world)
     output = Output(state)
@@ -101,7 +130,12 @@ def run(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
         notes = resume.check_run(found, state.facts, ("engine.deepspeed",))
         if cell["r"] == 0:
             step(state)  # as after a rollback: what the engine holds is replaced, and not only begun with
-        state.restore(resume.restore(found.path, state.engine, world, state.facts))
+        if world.size > 1:
+            refused_together(found, state, world)
+        with pytest.MonkeyPatch.context() as patch:
+            if cell["without"]:
+                put_back_all_but(cell["without"], patch)
+            state.restore(resume.restore(found.path, state.engine, world, state.facts))
     else:
         while state.step < BEFORE:
             step(state)

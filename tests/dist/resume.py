@@ -89,16 +89,24 @@ def straight(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]
     output = Output(state)
     output.begin(goes_on=False)
     train(state, SAVED, world)
-    state.at_boundary()
-    save(state, output, checkpoints)
+    save_now(state, output, checkpoints)
     found = until_the_end(state, world)
     alarm = Alarm("garble", "raised", STRAIGHT, STRAIGHT, 1, "garble_rate", 0.9, 0.4, 0.0, "update_too_large")
     roll_back(state, output, checkpoints, [alarm])
     assert (state.step, state.rollbacks) == (SAVED, 1)
     state.rollbacks = 0  # with the same samples everything must come again
+    records = train(state, STRAIGHT - 1, world)
+    save_now(state, output, checkpoints)
     found["rolled_back"] = until_the_end(state, world)
+    found["rolled_back"]["records"][:0] = records
+    save_now(state, output, checkpoints)
     state.engine.close()
     return found
+
+
+def save_now(state: State, output: Output, checkpoints: Checkpoints) -> None:
+    state.at_boundary()
+    save(state, output, checkpoints)
 
 
 def until_the_end(state: State, world: World) -> dict[str, Any]:
@@ -109,7 +117,7 @@ def until_the_end(state: State, world: World) -> dict[str, Any]:
 def resumed(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     state, _ = begin(folder, cell, world)
     found = resume.find("auto", Path(state.config.run.dir))
-    assert found is not None
+    assert found is not None and found.manifest.step == SAVED and len(found.skipped) == 2
     resume.check_run(found, state.facts, ())
     progress = resume.restore(found.path, state.engine, world, state.facts)
     if cell.get("without") == "random states":

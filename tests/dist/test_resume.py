@@ -9,6 +9,7 @@ import pytest
 from tests.dist.launch import run_ranks
 from tests.dist.resume import REWARDS
 from tests.tiny_run import write_run
+from tests.unit.test_checkpoints import flip_a_bit, truncate
 
 CELLS = [{"stage": stage, "r": r} for stage in range(4) for r in (4, 0)]
 CELLS += [{"stage": stage, "r": 0, "dtype": "bf16"} for stage in (1, 2, 3)]
@@ -29,12 +30,17 @@ def test_i3_b67_b72_six_steps_are_three_and_three_more(ranks: int, port: int, tm
     4-bit base weights too.
 
     The adaptive KL coefficient, a linear learning rate, rewards that draw random numbers and epochs that end inside of
-    steps would each show what was not restored.
+    steps would each show what was not restored. F14 and F15: of the newest checkpoint a bit is flipped, and the one
+    before it is cut off, so that all go on from the third.
     """
     write_run(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "cells.json").write_text(json.dumps(CELLS + CONTROLS))
     straight = phase("straight", tmp_path, ranks, port)
+    for checkpoints in tmp_path.glob("zero*/checkpoints"):
+        _, cut, flipped = sorted(checkpoints.glob("step-*"))
+        flip_a_bit(next(flipped.glob("deepspeed/*optim_states.pt"), flipped / "deepspeed/mp_rank_00_model_states.pt"))
+        truncate(next(cut.glob("deepspeed/*.pt")))
     resumed = phase("resumed", tmp_path, ranks, port + 1)
     assert (len(straight), len(resumed)) == (len(CELLS), len(CELLS + CONTROLS))
     for cell, one, other in zip(CELLS, straight, resumed, strict=False):

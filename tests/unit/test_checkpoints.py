@@ -5,6 +5,8 @@ import os
 import pickle
 import random
 import shutil
+import zipfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from trainer.checkpoint import manifest, random_states, resume
 from trainer.checkpoint.manifest import Facts, Manifest
 from trainer.checkpoint.shards import Shards
 from trainer.checkpoint.store import Found, Store
-from trainer.errors import NoCheckpoint, Refused
+from trainer.errors import Lost, NoCheckpoint, Refused
 from trainer.models.fingerprint import fingerprint
 from trainer.record.run_dir import RunDirectory
 
@@ -48,7 +50,9 @@ def checkpoint(run_dir: Path, step: int) -> Path:
     (folder / "progress.json").write_text(json.dumps({"step": step}))
     files = {name: manifest.measured(folder, name) for name in manifest.listed(folder)}
     manifest.write(folder, Manifest(step, "run", FACTS, files))
-    return store.commit(folder, step)
+    store.commit(folder, step)
+    store.settle(step)
+    return store.folder(step)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -102,15 +106,59 @@ def test_sizes_alone_pass_a_flipped_bit_and_nothing_else(tmp_path: Path) -> None
         manifest.verify(folder, "size")
 
 
-@pytest.mark.parametrize("check", ["full", "size"])
-def test_k4_pickles_are_looked_into_whatever_is_checked(tmp_path: Path, check: manifest.Check) -> None:
+def test_sizes_alone_pass_nothing_that_cannot_be_opened(tmp_path: Path) -> None:
+    """A bit anywhere in the archive's head and tail, or in the pickle: where it shows, the older one is taken."""
+    older, file = checkpoint(tmp_path, 6), checkpoint(tmp_path, 7) / "deepspeed/states.pt"
+    whole, taken = file.read_bytes(), Counter[int]()
+    dice = random.Random(0)
+    for at in (*range(0, 400, 7), *range(len(whole) - 800, len(whole), 9), *dice.sample(range(len(whole)), 40)):
+        content = bytearray(whole)
+        content[at] ^= 1 << dice.randrange(8)
+        file.write_bytes(content)
+        found = resume.find("auto", tmp_path, "size")
+        assert found is not None
+        taken[found.manifest.step] += 1
+        if found.path == older:
+            assert (
+                "cannot be read as torch.save writes it" in found.skipped[0] or "its pickle names" in found.skipped[0]
+            )
+    assert min(taken[6], taken[7]) > 30
+
+
+def zip_without_pickle(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("states/version", "3")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(pickle.dumps({"x": 1}, protocol=4)),
+        lambda path: torch.save({"x": 1}, path, _use_new_zipfile_serialization=False),
+        lambda path: torch.save({"x": 1}, path, pickle_protocol=4),
+        zip_without_pickle,
+    ],
+    ids=["empty", "pickle", "legacy", "protocol 4", "zip"],
+)
+def test_a_file_that_torch_does_not_write_so_is_named(tmp_path: Path, write: Any) -> None:
+    folder = checkpoint(tmp_path, 7)
+    write(folder / "deepspeed/states.pt")
+    entry = list(manifest.measured(folder, "deepspeed/states.pt"))
+    resign(folder, lambda record: record["files"].update({"deepspeed/states.pt": entry}))
+    with pytest.raises(NoCheckpoint, match=r"states\.pt: cannot be read as torch\.save writes it"):
+        manifest.verify(folder)
+
+
+def test_k4_pickles_are_looked_into_whatever_is_checked(tmp_path: Path) -> None:
+    """Without their hashes too, and once more when they are read."""
     store = Store(tmp_path)
     folder = store.begin(7, "run")
     torch.save({"more": Runs(tmp_path / "canary")}, folder / "states.pt")
     manifest.write(folder, Manifest(7, "run", FACTS, {"states.pt": manifest.measured(folder, "states.pt")}))
     with pytest.raises(NoCheckpoint, match=r"its pickle names posix\.mkdir"):
-        manifest.verify(store.commit(folder, 7), check)
-    with pytest.raises(NoCheckpoint, match="not the files of ZeRO stage 0"):
+        manifest.verify(store.commit(folder, 7), "size")
+    with pytest.raises(NoCheckpoint, match=r"its pickle names posix\.mkdir"):
         (tmp_path / "checkpoints/step-000007/states.pt").rename(tmp_path / "mp_rank_00_model_states.pt")
         Shards(tmp_path, stage=0, ranks=1, names=["weight"])
     assert not (tmp_path / "canary").exists()
@@ -184,10 +232,21 @@ def test_k5_a_manifest_cannot_name_a_file_outside_of_its_folder(tmp_path: Path, 
         manifest.verify(folder)
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), TypeError("b"), ValueError("c"), OverflowError("d")])
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("a"), TypeError("b"), ValueError("c"), OverflowError("d"), EOFError(), OSError(116, "Stale file handle")],
+)
 def test_k1_what_is_put_back_is_what_this_version_writes(error: Exception, tmp_path: Path) -> None:
     said = r"progress\.json: it does not hold what this version writes"
     with pytest.raises(NoCheckpoint, match=said), resume.as_written(tmp_path / "progress.json"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), Lost("it")]
+)
+def test_k1_a_lost_rank_and_want_of_memory_are_no_damage(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(type(error)), resume.as_written(tmp_path / "progress.json"):
         raise error
 
 
@@ -293,11 +352,12 @@ def test_tidying_removes_rests_and_sets_damaged_ones_aside(tmp_path: Path) -> No
     damaged = checkpoint(tmp_path, 4)
     (tmp_path / "checkpoints/tmp.step-000005.run/deepspeed").mkdir(parents=True)
     (tmp_path / "checkpoints/removed.step-000001").mkdir()
-    (tmp_path / "checkpoints/damaged.step-000004").mkdir()
+    (tmp_path / "checkpoints/aside.step-000004").mkdir()
     flip_a_bit(damaged / "progress.json")
-    Store(tmp_path).tidy(3)
+    Store(tmp_path).tidy(3, tmp_path / "checkpoints/step-000003")
     names = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
-    assert names == {"step-000003", "damaged.step-000004", "damaged.step-000004.2"}
+    assert names == {"step-000003", "aside.step-000004", "aside.step-000004.2"}
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-000003\n"
 
 
 def test_an_older_checkpoint_is_not_gone_on_from_beside_newer_ones(tmp_path: Path) -> None:
@@ -324,7 +384,7 @@ def test_a_run_is_the_same_by_every_spelling_of_its_path(
     ):
         found, goes_on = resume.locate(asked, run_dir)
         assert found is not None and goes_on
-        Store(run_dir).tidy(found.manifest.step)
+        Store(run_dir).tidy(found.manifest.step, found.path)
         assert [path.name for path in Store(run_dir).folders()] == ["step-000004", "step-000003"]
 
 
@@ -360,9 +420,13 @@ def test_b69_another_world_or_stage_is_said_with_both_numbers() -> None:
     assert resume.check_run(found_with(moved), FACTS, ())[2:] == ["resumed on 2 rank(s), saved with 4"]
 
 
-@pytest.mark.parametrize("change", [{"world_size": 1}, {"zero_stage": 1}, {"sources": {"engine.deepspeed": "other"}}])
+@pytest.mark.parametrize("change", [{"world_size": 1}, {"zero_stage": 1}, {"layout": {"round_robin_gradients": True}}])
 def test_b69_8_bit_moments_stay_where_they_are(change: dict[str, Any]) -> None:
     facts = replace(FACTS, config={"optim": {"name": "adamw8bit"}}, sources={"engine.deepspeed": "one"})
+    spaced = replace(facts, sources={"engine.deepspeed": "other spacing, another bucket size"})
+    assert resume.check_run(found_with(facts), spaced, ("engine.deepspeed",)) and resume._layout(facts) == (
+        resume._layout(spaced)
+    )
     with pytest.raises(Refused, match=r"adamw8bit[\s\S]*2 rank\(s\), ZeRO stage 2[\s\S]*Fix: the same ranks"):
         resume.check_run(found_with(facts), replace(facts, **change), ("engine.deepspeed",))
 

@@ -23,7 +23,6 @@ SOURCES = {
 }
 
 PICKLES = {
-    "trainer/checkpoint/shards.py": "the name of an error, to catch it",
     "trainer/rewards/processes.py": "calls for a process of our own, by its stdin; its answers are JSON",
     "trainer/rewards/worker.py": "those calls, in that process",
     "trainer/world.py": "what ranks tell each other, by a reader that finds records alone",

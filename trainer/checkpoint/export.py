@@ -11,7 +11,7 @@ from trainer.checkpoint.card import read_records
 from trainer.checkpoint.deliver import deliver
 from trainer.config import RunConfig
 from trainer.engine import ZeroEngine
-from trainer.errors import RunEnd, Stopped
+from trainer.errors import RunEnd, refused_by_disk
 from trainer.models.policy import Policy
 from trainer.world import World
 
@@ -51,5 +51,5 @@ def _on_main(world: World, work: Callable[[], None], target: Path) -> RunEnd | N
     except RunEnd as end:
         return end
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' words for a full disk
-        return Stopped(f"{target}: cannot be written: {error}.")
+        return refused_by_disk(target, error if isinstance(error, OSError) else OSError(str(error)))
     return None

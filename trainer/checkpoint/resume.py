@@ -3,18 +3,20 @@
 import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import manifest, random_states
 from trainer.checkpoint.manifest import Check, Facts
 from trainer.checkpoint.save import PROGRESS, random_file
-from trainer.checkpoint.shards import Shards
+from trainer.checkpoint.shards import Shards, check_own
 from trainer.checkpoint.store import Found, Store, step_of
 from trainer.engine import ZeroEngine
-from trainer.errors import NoCheckpoint, Refused
+from trainer.errors import NoCheckpoint, Refused, RunEnd
+from trainer.record.memory import asked_of_memory
 from trainer.record.run_dir import RunDirectory
-from trainer.world import World
+from trainer.world import World, failed_collective
 
 FREE = ("run.steps", "run.epochs", "run.dir", "run.grace_seconds", "log.", "eval.", "checkpoint.", "watch.")
 """Settings that a resumed run may change. The length of a run enters an update by the schedules that end with it."""
@@ -48,6 +50,16 @@ def locate(asked: str, run_dir: Path, check: Check = "full") -> tuple[Found | No
 
     Refused where newer valid checkpoints would be mixed with what follows, or where run.dir holds another run.
     """
+    try:
+        return _located(asked, run_dir, check)
+    except OSError as error:  # a name that is too long, a folder that is another user's
+        raise NoCheckpoint(
+            f"--resume {asked}: {error.filename or run_dir}: cannot be read ({error.strerror}). Fix: a path that this "
+            "user can read."
+        ) from error
+
+
+def _located(asked: str, run_dir: Path, check: Check) -> tuple[Found | None, bool]:
     found = find(asked, run_dir, check)
     directory, store = RunDirectory(run_dir), Store(run_dir)
     if found is None:
@@ -121,11 +133,12 @@ def check_run(found: Found, now: Facts, allowed: Collection[str]) -> list[str]:
 def _moved(found: Found, now: Facts) -> list[str]:
     """Notes on what lies elsewhere now. Refused where it cannot: blocks of 8-bit moments end with a rank's part."""
     saved = found.manifest.facts
-    if _layout(saved) != _layout(now) and now.config.get("optim", {}).get("name") == "adamw8bit":
+    if _layout(saved) != _layout(now) and _in_8_bits(now):
         raise Refused(
             f'--resume: optim.name = "adamw8bit": its moments lie in blocks as {found.path} was saved: '
-            f"{saved.world_size} rank(s), ZeRO stage {saved.zero_stage}, {saved.dtype}; this run has "
-            f"{now.world_size}, {now.zero_stage}, {now.dtype}. Fix: the same ranks, engine.deepspeed and model.dtype."
+            f"{saved.world_size} rank(s), ZeRO stage {saved.zero_stage}, {saved.dtype}, {_shown(saved.layout)}; this "
+            f"run has {now.world_size}, {now.zero_stage}, {now.dtype}, {_shown(now.layout)}. Fix: the same ranks, "
+            "ZeRO stage, model.dtype and zero_optimization of engine.deepspeed."
         )
     notes = []
     if saved.zero_stage != now.zero_stage:
@@ -156,42 +169,80 @@ def _check_trained(found: Found, now: Facts) -> None:
 
 def restore(folder: Path, engine: ZeroEngine, world: World, now: Facts) -> dict[str, Any]:
     """Weights, optimizer and random generators of every rank, from a verified checkpoint. Returns what ``save`` was
-    given as ``progress``. A collective."""
-    found = manifest.read(folder)
-    saved = found.facts
-    if _layout(saved) == _layout(now):
-        if not engine.load(folder / "deepspeed"):
+    given as ``progress``. A collective; before it puts anything back, every rank has been able to read its part."""
+    error: NoCheckpoint | None = None
+    read: _Read | None = None
+    try:
+        read = _read(folder, engine, world, now)
+    except NoCheckpoint as unreadable:
+        error = unreadable
+    world.agree(error)
+    assert read is not None
+    with as_written(folder / "deepspeed"):
+        if read.shards is not None:
+            engine.put(read.shards)
+        elif not engine.load(folder / "deepspeed"):
             raise NoCheckpoint(f"{folder}: DeepSpeed found nothing to load in deepspeed/. Fix: another checkpoint.")
+    if read.random_states is None:
+        random_states.seed_anew(now.config["run"]["seed"], step=read.step, rank=world.rank)
     else:
-        shards = Shards(
-            folder / "deepspeed", stage=saved.zero_stage, ranks=saved.world_size, names=list(engine.trained())
-        )
-        engine.put(shards.whole)
-    if world.rank < saved.world_size:
-        file = folder / random_file(world.rank)
-        with as_written(file):
-            random_states.restore(_read_json(file), world.device)
-    else:
-        random_states.seed_anew(now.config["run"]["seed"], step=found.step, rank=world.rank)
+        with as_written(folder / random_file(world.rank)):
+            random_states.restore(read.random_states, world.device)
+    return read.progress
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a rank has opened of a checkpoint."""
+
+    step: int
+    progress: dict[str, Any]
+    random_states: dict[str, Any] | None
+    """None: this rank was not saved."""
+    shards: Shards | None
+    """None: DeepSpeed loads, as the ranks are the same."""
+
+
+def _read(folder: Path, engine: ZeroEngine, world: World, now: Facts) -> _Read:
+    found = manifest.read(folder)
+    saved, rank, inside = found.facts, world.rank, folder / "deepspeed"
+    shards, random = None, None
+    with as_written(inside):
+        if _layout(saved) == _layout(now):
+            check_own(inside, stage=saved.zero_stage, rank=rank)
+        else:
+            names = list(engine.trained())
+            shards = Shards(inside, stage=saved.zero_stage, ranks=saved.world_size, names=names)
+    if rank < saved.world_size:
+        with as_written(folder / random_file(rank)):
+            random = _read_json(folder / random_file(rank))
     with as_written(folder / PROGRESS):
-        return _read_json(folder / PROGRESS)
+        return _Read(found.step, _read_json(folder / PROGRESS), random, shards)
 
 
 @contextmanager
 def as_written(path: Path) -> Iterator[None]:
-    """NoCheckpoint where what is put back from ``path`` is not what this version writes, whoever has signed it."""
+    """NoCheckpoint where what is read or put back from ``path`` is not what this version writes, whoever has signed it,
+    or cannot be read on this host. Another rank that has gone, and want of memory, are what they are."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # of a damaged pickle or record, anything
+        if isinstance(error, RunEnd) or asked_of_memory(error) or failed_collective(error):
+            raise
         raise NoCheckpoint(
-            f"{path}: it does not hold what this version writes ({type(error).__name__}: {error}). "
-            "Fix: another checkpoint."
+            f"{path}: it does not hold what this version writes, or cannot be read here "
+            f"({type(error).__name__}: {error}). Fix: another checkpoint."
         ) from error
 
 
 def _layout(facts: Facts) -> tuple[object, ...]:
-    """What DeepSpeed's own loading wants unchanged."""
-    return facts.world_size, facts.zero_stage, facts.dtype, facts.sources.get("engine.deepspeed")
+    """What DeepSpeed's own loading wants unchanged. 8-bit moments have no other, and so no more than what cuts them."""
+    file = None if _in_8_bits(facts) else facts.sources.get("engine.deepspeed")
+    return facts.world_size, facts.zero_stage, facts.dtype, facts.layout, file
+
+
+def _in_8_bits(facts: Facts) -> bool:
+    return bool(facts.config.get("optim", {}).get("name") == "adamw8bit")
 
 
 def _stretched(config: dict[str, Any]) -> list[str]:

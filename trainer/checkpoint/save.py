@@ -18,7 +18,7 @@ from trainer.checkpoint.manifest import Facts, Manifest
 from trainer.checkpoint.store import Found, Store, step_of
 from trainer.config import RunConfig, dump
 from trainer.engine import ZeroEngine
-from trainer.errors import NoCheckpoint, RunEnd, Stopped
+from trainer.errors import NoCheckpoint, RunEnd, Stopped, refused_by_disk
 from trainer.models.policy import Policy
 from trainer.plan.on_disk import Parameters, checkpoint_bytes
 from trainer.world import World
@@ -49,15 +49,41 @@ class Checkpoints:
         """What was the best when that one was saved: a run that goes back to it has no later one."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint."""
+        self.oldest = 0
+        """Step of the oldest of ``checkpoint.keep``: as far back goes a run whose newer ones are damaged."""
         self.bytes = 0
         """Of the newest checkpoint that this process has saved."""
+        self.notes: list[str] = []
+        """Rank 0's, of what went wrong and costs nothing."""
 
-    def resumed(self, found: Found, best: Mapping[str, float] | None, *, in_place: bool) -> None:
-        """The run went on from ``found``; pruning leaves it and the best one alone."""
+    def resumed(self, found: Found, best: Mapping[str, Any] | None, good_step: int | None, *, in_place: bool) -> None:
+        """The run went on from ``found``; pruning leaves it, the best and the good one alone."""
+        if not self.run_id.isalnum():  # it becomes part of a folder's name
+            raise ValueError(f"run_id {self.run_id!r}")
         self.resumed_from = found.path
-        if in_place:
+        if not in_place:
+            return
+        if found.path.resolve() == self.store.folder(found.manifest.step).resolve():  # and not a copy of another name
             self.saved_step = found.manifest.step
-            self.best = self.store.folder(int(best["step"])) if best else None
+        self.best = self._folder_of(best)
+        self.keep_good(good_step)
+        try:
+            progress = json.loads((self.good / PROGRESS).read_text(encoding="utf-8")) if self.good else {"best": None}
+            self.best_of_good = self._folder_of(progress["best"])
+        except (OSError, ValueError, LookupError, TypeError):  # the run could not go back there
+            self.best_of_good = None
+
+    def _folder_of(self, best: Mapping[str, Any] | None) -> Path | None:
+        return self.store.folder(int(best["step"])) if best else None
+
+    def tidy(self, step: int, going_on: Path | None, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Before a run goes on in its directory from ``going_on``, after ``step``: what is left of others goes or is
+        set aside. Returns ``best`` if it is still there. A collective."""
+        self.agreed(
+            lambda: self.store.tidy(step, going_on) if self.world.is_main else None,
+            "what lies there from before cannot be set aside",
+        )
+        return self.still_best(best)
 
     def save(self, step: int, progress: Mapping[str, Any], random_states: Mapping[str, Any]) -> Path:
         """A collective. ``progress`` is rank 0's, ``random_states`` are each rank's own.
@@ -68,14 +94,17 @@ class Checkpoints:
         try:
             self._write(folder, step, progress, random_states)
         except Stopped as stopped:
-            room = (
-                f"a checkpoint needs {_size(self._needed())}; {_size(free)} were free when it began, "
-                f"{_size(shutil.disk_usage(self.store.path).free)} are now"
-            )
             if self.world.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise Stopped(f"{stopped} ({room}). Fix: make room; the checkpoints of before are whole.") from stopped
-        self.saved_step = step
+            raise Stopped(
+                f"{stopped} A checkpoint needs {_size(self._needed())}; {_size(free)} were free when it began. The "
+                "checkpoints of before are whole."
+            ) from stopped
+        self.saved_step = step  # a checkpoint from the rename on, whatever fails after it
+        if self.world.is_main:
+            self._or_note(lambda: self.store.settle(step))
+            self._or_note(self._prune)
+        self.oldest = self.world.gather_objects(self.oldest)[0]
         return self.store.folder(step)
 
     def _write(self, folder: Path, step: int, progress: Mapping[str, Any], random_states: Mapping[str, Any]) -> None:
@@ -100,11 +129,8 @@ class Checkpoints:
                 f"{self.store.path}: a checkpoint needs {_size(needed)}, and {_size(free)} are free. Fix: make room; a "
                 "smaller checkpoint.keep holds fewer of them."
             )
-        try:
-            folder = self.store.begin(step, self.run_id)
-            (folder / "deepspeed").mkdir()
-        except OSError as error:
-            raise Stopped(f"{self.store.path}: cannot be written: {error}. Fix: make it writable.") from error
+        folder = self.store.begin(step, self.run_id)
+        (folder / "deepspeed").mkdir()
         return free, folder
 
     def _needed(self) -> int:
@@ -128,8 +154,18 @@ class Checkpoints:
         manifest.sync(folder)
         self.store.commit(folder, step)
         self.bytes = sum(size for size, _ in files.values())
+
+    def _prune(self) -> None:
+        keep = self.config.checkpoint.keep
         protected = {kept for kept in (self.resumed_from, self.best, self.good, self.best_of_good) if kept is not None}
-        self.store.prune(self.config.checkpoint.keep, protected)
+        self.store.prune(keep, protected)
+        self.oldest = step_of(self.store.folders()[:keep][-1])
+
+    def _or_note(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as failed:
+            self.notes.append(f"{self.store.path}: {failed}; the checkpoints are whole, and the run goes on")
 
     def agreed(self, work: Callable[[], T], what: str = "the checkpoint cannot be written") -> list[T]:
         """``work()`` of every rank, in rank order; where it fails on one, all are Stopped. It fails in no collective,
@@ -141,7 +177,7 @@ class Checkpoints:
         except RunEnd as end:
             error = end
         except OSError as failed:
-            error = Stopped(f"{self.store.path}: {what}: {failed}")
+            error = refused_by_disk(self.store.path, failed, what)
         self.world.agree(error)
         return cast(list[T], self.world.gather_objects(result))
 
@@ -168,7 +204,7 @@ class Checkpoints:
         there = bool(self.world.gather_objects(folder is not None and folder.is_dir())[0])
         self.best = None
         if self.world.is_main:
-            self.store.unpoint("best")
+            self._or_note(lambda: self.store.unpoint("best"))
         self.keep_best(folder if there else None)
         return best if there else None
 
@@ -184,7 +220,7 @@ class Checkpoints:
             return
         self.best = folder
         if self.world.is_main:
-            self.store.point("best", folder)
+            self._or_note(lambda: self.store.point("best", folder))
 
 
 def _size(count: int) -> str:

@@ -3,7 +3,6 @@
 DeepSpeed's universal checkpoints are for this, but need a conversion and as much disk again, and know no stage 0.
 """
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.manifest import OWN_GLOBALS
+from trainer.checkpoint.pickles import opened
 from trainer.errors import NoCheckpoint
-
-
-class _Inert:
-    """Takes the place of DeepSpeed's own classes: it holds what was pickled, and nothing of theirs runs."""
-
-    start: int
-    numel: int
-
-    def __init__(self, *_: Any) -> None: ...
 
 
 @dataclass
@@ -50,17 +40,19 @@ class Shards:
         self._parts = {name: _Parts() for name in names}
         try:
             if stage == 0:
-                self._read_plain(_load(folder / "mp_rank_00_model_states.pt"))
+                self._read_plain(opened(folder / "mp_rank_00_model_states.pt"))
             for rank in range(ranks if stage else 0):
                 # In bf16 the name may begin with bf16_.
                 (file,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-                saved = _load(file)["optimizer_state_dict"]
+                saved = opened(file)["optimizer_state_dict"]
                 if stage == 3:
-                    states = _load(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+                    states = opened(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
                     self._read_stage_3(saved, states["param_shapes"], rank, ranks)
                 else:
                     self._read_partition(saved)
-        except (KeyError, IndexError, ValueError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+        except NoCheckpoint:
+            raise
+        except Exception as error:  # what is not there, or is something else, fails anywhere
             raise NoCheckpoint(
                 f"{folder}: not the files of ZeRO stage {stage} on {ranks} ranks that this version reads "
                 f"({type(error).__name__}: {error})"
@@ -68,11 +60,22 @@ class Shards:
         if missing := [name for name, parts in self._parts.items() if not parts.pieces]:
             raise NoCheckpoint(f"{folder}: {len(missing)} trained weights are not in it (first: {missing[0]})")
 
-    def whole(self, name: str) -> tuple[Tensor, dict[str, Tensor], float]:
-        """The fp32 weight and the moments, flat, and the optimizer's steps."""
-        parts = self._parts[name]
-        moments = {key: torch.cat(pieces) for key, pieces in parts.pieces.items()}
-        return moments.pop(""), moments, parts.steps
+    def moments(self, name: str) -> list[str]:
+        return [key for key in self._parts[name].pieces if key]
+
+    def steps(self, name: str) -> float:
+        """The optimizer's."""
+        return self._parts[name].steps
+
+    def read(self, name: str, key: str, start: int, numel: int) -> Tensor:
+        """Elements of a moment, or of the fp32 weight (""), flat. No more than them is read."""
+        found, offset = [], 0
+        for piece in self._parts[name].pieces[key]:
+            first, last = max(start - offset, 0), min(start + numel - offset, piece.numel())
+            if first < last:
+                found.append(piece[first:last])
+            offset += piece.numel()
+        return torch.cat(found) if found else torch.empty(0)
 
     def _read_plain(self, states: dict[str, Any]) -> None:
         """Every rank holds all of it, and rank 0 has written it; in bf16 with copies in fp32."""
@@ -104,7 +107,13 @@ class Shards:
                 offset += part
 
 
-def _load(path: Path) -> dict[str, Any]:
-    with torch.serialization.safe_globals([(_Inert, name) for name in OWN_GLOBALS]):
-        states: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return states
+def check_own(folder: Path, *, stage: int, rank: int) -> None:
+    """NoCheckpoint unless the files that this rank alone reads, to go on where it was saved, can be opened."""
+    own = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+    wanted = [(f"{own}mp_rank_00_model_states.pt", "module")]
+    if stage:
+        wanted.append((f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", "optimizer_state_dict"))
+    for pattern, key in wanted:
+        files = list(folder.glob(pattern))
+        if len(files) != 1 or not isinstance(found := opened(files[0]), dict) or key not in found:
+            raise NoCheckpoint(f"{folder / pattern}: not there with {key!r} in it, as ZeRO stage {stage} is saved")

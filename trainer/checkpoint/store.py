@@ -11,7 +11,7 @@ from trainer.checkpoint.manifest import Check, Manifest
 from trainer.errors import NoCheckpoint
 
 STEP = re.compile(r"step-(\d{6,})")
-UNFINISHED, REMOVED, DAMAGED = "tmp.", "removed.", "damaged."
+UNFINISHED, REMOVED, ASIDE = "tmp.", "removed.", "aside."
 """What a folder that is no checkpoint begins with."""
 
 
@@ -43,6 +43,15 @@ class Store:
 
     def newest(self) -> Found | None:
         """The newest valid checkpoint; None where none was ever committed. NoCheckpoint when all are damaged."""
+        try:
+            return self._newest()
+        except OSError as error:
+            raise NoCheckpoint(
+                f"{error.filename or self.path}: cannot be read ({error.strerror}). Fix: let this user read it, or "
+                "name another run."
+            ) from error
+
+    def _newest(self) -> Found | None:
         skipped: list[str] = []
         for folder in self.folders():
             try:
@@ -73,15 +82,15 @@ class Store:
         return folder
 
     def commit(self, folder: Path, step: int) -> Path:
-        """From here on it is a checkpoint: one rename, made durable; then ``latest``, for people and tools.
-
-        Returns where it lies now.
-        """
+        """From here on it is a checkpoint: one rename. Returns where it lies now."""
         final = self.folder(step)
         os.rename(folder, final)
-        manifest.sync(self.path)
-        self.point("latest", final)
         return final
+
+    def settle(self, step: int) -> None:
+        """Makes the rename outlive a power cut; then ``latest``, for people and tools."""
+        manifest.sync(self.path)
+        self.point("latest", self.folder(step))
 
     def point(self, name: str, folder: Path) -> None:
         """``latest`` or ``best``: a file that holds the folder's name. Advice: resuming looks for itself."""
@@ -115,16 +124,20 @@ class Store:
                 self._remove(folder)
         self.point("latest", self.folder(step))
 
-    def tidy(self, step: int) -> None:
-        """Before a run goes on from ``step``: rests of unfinished saves go, newer ones, all damaged, are set aside."""
+    def tidy(self, step: int, going_on: Path | None) -> None:
+        """Before a run goes on after ``step``: rests of unfinished saves go. Newer ones, all damaged, are set aside, as
+        is another one of that step, in whose place it will save. ``latest`` names ``going_on``."""
         if not self.path.is_dir():
             return
         for folder in self.path.iterdir():
             if folder.is_dir() and folder.name.startswith((UNFINISHED, REMOVED)):
                 shutil.rmtree(folder, ignore_errors=True)
         for folder in self.folders():
-            if step_of(folder) > step:
-                os.rename(folder, _free_name(folder.with_name(DAMAGED + folder.name)))
+            same = going_on is not None and folder.resolve() == going_on.resolve()
+            if step_of(folder) > step or (step_of(folder) == step and not same):
+                os.rename(folder, _free_name(folder.with_name(ASIDE + folder.name)))
+        if going_on is not None:
+            self.point("latest", going_on)
 
 
 def step_of(folder: Path) -> int:

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 
 from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.store import STEP, Store
 from trainer.config import RunConfig
 from trainer.config.sections import Quant
@@ -46,8 +47,15 @@ def find(asked: Path, command: str) -> Source:
 
     ``command``: who asks, for the messages. Raises NoCheckpoint.
     """
+    try:
+        return _found(asked, command)
+    except OSError as error:
+        raise NoCheckpoint(f"{command}: {error.filename or asked}: cannot be read ({error.strerror}).") from error
+
+
+def _found(asked: Path, command: str) -> Source:
     if (asked / manifest.NAME).is_file() or STEP.fullmatch(asked.name):
-        return checkpoint(asked)
+        return _of_checkpoint(asked, manifest.verify(asked))
     if not (asked / "config.toml").is_file():
         beside = f" Did you mean {asked.parent}?" if (asked.parent / "config.toml").is_file() else ""
         raise NoCheckpoint(
@@ -59,15 +67,14 @@ def find(asked: Path, command: str) -> Source:
     if found and done in (None, found.manifest.step):
         for reason in found.skipped:
             say(f"passed over: {reason}")
-        return checkpoint(found.path)
+        return _of_checkpoint(found.path, found.manifest)
     if done is None or result is None:
         raise NoCheckpoint(f"{command}: {asked} has no finished adapter or model, and no checkpoint.")
     return Source(result, asked, asked / "config.toml", None, None)
 
 
-def checkpoint(folder: Path) -> Source:
-    """A verified checkpoint."""
-    content = manifest.verify(folder)
+def _of_checkpoint(folder: Path, content: Manifest) -> Source:
+    """``content``: of the verified folder."""
     weights = folder / ("adapter" if (folder / "adapter").is_dir() else "model")
     base = content.facts.sources["model.name_or_path"]
     return Source(weights, folder.resolve().parent.parent, folder / "config.toml", content.step, base)

@@ -15,6 +15,14 @@ from trainer.models.policy import Policy
 from trainer.record.environment import installed_version
 from trainer.rewards.runtime import RewardRuntime
 
+LAYOUT = (
+    "elastic_checkpoint",
+    "parameter_alignment",
+    "round_robin_gradients",
+    "sub_group_size",
+    "zero_hpz_partition_size",
+)
+"""Keys of zero_optimization that decide where a number lies in a shard."""
 PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 
@@ -41,6 +49,7 @@ def facts_of(
         },
         trained={name: list(p.shape) for name, p in policy.causal.named_parameters() if p.requires_grad},
         versions={name: installed_version(name) for name in PACKAGES},
+        layout={key: value for key, value in deepspeed.get("zero_optimization", {}).items() if key in LAYOUT},
     )
 
 

@@ -1,4 +1,4 @@
-"""Scores that were paid for, kept until a checkpoint holds their step: a step done again asks for none of them."""
+"""Scores that were paid for, kept until no checkpoint of before is: a step done again asks for none of them."""
 
 import hashlib
 import json

@@ -102,7 +102,8 @@ class Alarms:
     def restore(self, progress: Mapping[str, Any]) -> None:
         """What ``progress`` returned, also after a trip through JSON. An alarm that ends a run, or takes it back, has
         to be raised anew: one that stood on would never do so again."""
-        self.first, self.good_step = list(progress["first"]), progress["good_step"]
+        self.first, good_step = list(progress["first"]), progress["good_step"]
+        self.good_step = None if good_step is None else int(good_step)
         self.standings = {name: Standing(**one) for name, one in progress["standings"].items()}
         for name, one in self.standings.items():
             if action_of(name, self.settings) != "warn":
