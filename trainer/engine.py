@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from trainer.errors import Refused, Stopped
 from trainer.untouched import exact_buffers, outlived, without_frozen
 from trainer.world import World
 
+Read = Callable[[str, str, int, int], Tensor]
+"""Name of a trained parameter; "" for its fp32 weight, or a moment; from which element on, flat; how many."""
+
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -26,16 +29,6 @@ class StepOutcome:
     """L2 norm of the averaged gradient over all parameters, before clipping."""
     applied: bool
     """False: the gradient was not finite on some rank, so no rank updated."""
-
-
-class Saved(Protocol):
-    """A checkpoint's fp32 weights ("") and moments, by the name of a trained parameter; flat."""
-
-    def moments(self, name: str) -> list[str]: ...
-
-    def steps(self, name: str) -> float: ...
-
-    def read(self, name: str, key: str, start: int, numel: int) -> Tensor: ...
 
 
 class ZeroEngine:
@@ -128,9 +121,7 @@ class ZeroEngine:
         if self._is_bf16_optimizer:
             return optimizer.fp32_groups_gradient_flat_partition
         if self.stage == 0:
-            gradients = [
-                self._deepspeed.utils.safe_get_full_grad(p) for p in self.module.parameters() if p.requires_grad
-            ]
+            gradients = [self._deepspeed.utils.safe_get_full_grad(p) for p in self.trained().values()]
             return [gradient for gradient in gradients if gradient is not None]
         if self.stage == 3:
             if optimizer.offload_optimizer:
@@ -176,10 +167,9 @@ class ZeroEngine:
         return {name: one for name, one in self.module.named_parameters() if one.requires_grad}
 
     @torch.no_grad()
-    def put(self, saved: Saved) -> None:
-        """A state, however it was cut up, into an engine between two steps. Each rank reads its part. A collective."""
+    def put(self, moments: Sequence[str], steps: float, read: Read) -> None:
+        """A saved state, however it was cut up, into an engine between two steps. A collective."""
         trained, masters = self.trained(), self._masters()
-        steps, moments = saved.steps(first := next(iter(trained))), saved.moments(first)
         self._inner.state.clear()
         for master in masters if moments else ():
             self._inner.state[master] = {key: torch.zeros_like(master) for key in moments} | {
@@ -192,25 +182,25 @@ class ZeroEngine:
         for index, (name, parameter) in enumerate(trained.items()):
             heartbeat.beat()
             for key in ("", *moments):
-                self._put_part(saved, name, parameter, key, masters[index] if self.stage == 0 else None)
+                self._put_part(read, name, parameter, key, masters[index] if self.stage == 0 else None)
             with self.whole([parameter], changed=True):
                 if self.stage != 3 or self.world.is_main:  # whose weights the others get
-                    parameter.copy_(saved.read(name, "", 0, parameter.numel()).view_as(parameter))
+                    parameter.copy_(read(name, "", 0, parameter.numel()).view_as(parameter))
 
-    def _put_part(self, saved: Saved, name: str, parameter: Any, key: str, master: Tensor | None) -> None:
+    def _put_part(self, read: Read, name: str, parameter: Any, key: str, master: Tensor | None) -> None:
         """This rank's part of a moment, or of the fp32 weight (""). ``master``: of stage 0, where that is all of it."""
         if master is not None:
             kept = self._inner.state[master][key] if key else master
-            kept.copy_(saved.read(name, key, 0, kept.numel()).view_as(kept))
+            kept.copy_(read(name, key, 0, kept.numel()).view_as(kept))
         elif self.stage == 3:
             # Not set_full_hp_param: where the ranks do not divide a parameter it reads beyond the end.
             size = parameter.ds_tensor.numel()
-            part = saved.read(name, key, self.world.rank * size, size)
+            part = read(name, key, self.world.rank * size, size)
             part = nn.functional.pad(part, (0, size - part.numel()))
             self._engine.optimizer.set_local_hp_param(part, parameter, key or None)
         elif (mapping := parameter._hp_mapping) is not None:  # None where another rank has all of it
             address = mapping.lp_fragment_address
-            mapping.get_hp_fragment(key or None).copy_(saved.read(name, key, address.start, address.numel))
+            mapping.get_hp_fragment(key or None).copy_(read(name, key, address.start, address.numel))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -60,8 +60,8 @@ def held(found: Found, names: list[str]) -> dict[str, str]:
     shards = Shards(found.path / "deepspeed", stage=facts.zero_stage, ranks=facts.world_size, names=names)
     hashes = {}
     for name in names:
-        hashes[f"{name} steps"] = str(shards.steps(name))
-        for key in ("", *shards.moments(name)):
+        hashes[f"{name} steps"] = str(shards.steps)
+        for key in ("", *shards.moments):
             value = shards.read(name, key, 0, sys.maxsize)
             hashes[f"{name} {key}"] = hashlib.sha256(value.numpy().tobytes()).hexdigest()
     return hashes

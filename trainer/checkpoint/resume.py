@@ -180,7 +180,7 @@ def restore(folder: Path, engine: ZeroEngine, world: World, now: Facts) -> dict[
     assert read is not None
     with as_written(folder / "deepspeed"):
         if read.shards is not None:
-            engine.put(read.shards)
+            engine.put(read.shards.moments, read.shards.steps, read.shards.read)
         elif not engine.load(folder / "deepspeed"):
             raise NoCheckpoint(f"{folder}: DeepSpeed found nothing to load in deepspeed/. Fix: another checkpoint.")
     if read.random_states is None:

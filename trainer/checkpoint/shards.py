@@ -60,12 +60,14 @@ class Shards:
         if missing := [name for name, parts in self._parts.items() if not parts.pieces]:
             raise NoCheckpoint(f"{folder}: {len(missing)} trained weights are not in it (first: {missing[0]})")
 
-    def moments(self, name: str) -> list[str]:
-        return [key for key in self._parts[name].pieces if key]
+    @property
+    def moments(self) -> list[str]:
+        return [key for key in next(iter(self._parts.values())).pieces if key]
 
-    def steps(self, name: str) -> float:
+    @property
+    def steps(self) -> float:
         """The optimizer's."""
-        return self._parts[name].steps
+        return next(iter(self._parts.values())).steps
 
     def read(self, name: str, key: str, start: int, numel: int) -> Tensor:
         """Elements of a moment, or of the fp32 weight (""), flat. No more than them is read."""
