@@ -17,7 +17,7 @@ from trainer.checkpoint import resume
 from trainer.checkpoint.save import Checkpoints
 from trainer.checkpoint.shards import Shards
 from trainer.checkpoint.store import Found
-from trainer.engine import Saved, ZeroEngine
+from trainer.engine import Read, ZeroEngine
 from trainer.errors import NoCheckpoint
 from trainer.interrupts import leave
 from trainer.output import Output
@@ -112,9 +112,9 @@ def put_back_all_but(moment: str, patch: pytest.MonkeyPatch) -> None:
     """Of the last parameter."""
     real = ZeroEngine._put_part
 
-    def put(self: ZeroEngine, saved: Saved, name: str, parameter: Any, key: str, master: Any) -> None:
+    def put(self: ZeroEngine, read: Read, name: str, parameter: Any, key: str, master: Any) -> None:
         if (name, key) != (list(self.trained())[-1], moment):
-            real(self, saved, name, parameter, key, master)
+            real(self, read, name, parameter, key, master)
 
     patch.setattr(ZeroEngine, "_put_part", put)
 
