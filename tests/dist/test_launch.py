@@ -1,5 +1,6 @@
 """The ways to start a run, with two ranks: what the terminal shows, the exit code, and that nothing is left running."""
 
+import base64
 import json
 import os
 import signal
@@ -90,12 +91,22 @@ def status(folder: Path) -> dict[str, object]:
     return json.loads((folder / "out/run_status.json").read_text())
 
 
+def of_a_run(process: Path, folder: Path) -> bool:
+    """Whether it works in the folder, or was started from there: a launcher, and ranks that only begin, are elsewhere.
+
+    ``process``: its folder in /proc. OSError where it has gone.
+    """
+    words = (process / "cmdline").read_text().split("\0")
+    handovers = [json.loads(base64.urlsafe_b64decode(word[1:])) for word in words if word.startswith("@ey")]
+    return (process / "cwd").readlink() == folder or any(one["folder"] == str(folder) for one in handovers)
+
+
 def left(folder: Path) -> list[str]:
-    """Processes that still work in the folder."""
+    """Processes of a run that was started in the folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if (process / "cwd").readlink() == folder:
+            if of_a_run(process, folder):
                 found.append((process / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.launch import run_ranks
-from tests.dist.test_launch import RUN, ZERO_GRPO, left, started, wait_for
+from tests.dist.test_launch import RUN, ZERO_GRPO, left, of_a_run, started, wait_for
 from tests.tiny_run import write_run
 
 LONG = ("--gpus", "2", "--run.steps", "5000", "--log.samples_every", "0", "--checkpoint.every", "0")
@@ -31,12 +31,11 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def pids(folder: Path, words: str) -> list[int]:
-    """Processes that work in the folder and have the words on their command line."""
+    """Processes of a run in the folder that have the words on their command line."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            here = (process / "cwd").readlink() == folder
-            if here and words in (process / "cmdline").read_text().replace("\0", " "):
+            if of_a_run(process, folder) and words in (process / "cmdline").read_text().replace("\0", " "):
                 found.append(int(process.name))
         except OSError:
             continue
