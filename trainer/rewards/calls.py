@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.batch import Completion
 from trainer.errors import RunEnd
+from trainer.limit import Overdue, call_within
 from trainer.rewards.answers import Scores, read
 from trainer.rewards.arguments import Signature, arguments
 from trainer.rewards.event_loop import EventLoop
@@ -18,7 +19,6 @@ from trainer.rewards.failed import Failed as Failed  # where those who write rew
 from trainer.rewards.failed import may_heal
 from trainer.rewards.functions import TrainerState, describe
 from trainer.rewards.ledger import Ledger
-from trainer.rewards.limit import Overdue, call_within
 from trainer.rewards.processes import START_S, InProcesses
 
 BETWEEN_TRIES_S = 30.0
