@@ -134,8 +134,12 @@ def connect(device: str, *, timeout_seconds: float) -> World:
 
     ``device``: "auto" takes a CUDA card when torch can use it; "cpu" does not look for one.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    try:
+        rank, size, local_rank = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        )
+    except ValueError as error:
+        raise _cannot_meet(error) from None
     if "RANK" not in os.environ:
         # DeepSpeed reads these too. A free port, so that two runs on one machine do not meet.
         os.environ.update(
@@ -148,14 +152,17 @@ def connect(device: str, *, timeout_seconds: float) -> World:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
-        described = ", ".join(
-            f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        )
-        raise Refused(
-            f"the ranks cannot meet: {str(error).splitlines()[0]} The launcher's variables: {described}. "
-            "Fix: start with deepspeed or torchrun, which set all of them, or unset them for a run of one rank."
-        ) from error
+        raise _cannot_meet(error) from error
     return World(rank=rank, size=size, local_rank=local_rank, device=chosen)
+
+
+def _cannot_meet(error: Exception) -> Refused:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    described = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+    return Refused(
+        f"the ranks cannot meet: {str(error).splitlines()[0]} The launcher's variables: {described}. "
+        "Fix: start with deepspeed or torchrun, which set all of them, or unset them for a run of one rank."
+    )
 
 
 def failed_collective(error: Exception) -> str:
