@@ -449,6 +449,7 @@ CASES |= {
         ("run.toml", "nested too deeply"),
     ),
     "c2 epochs without end": (nothing, "--run.steps 0 --run.epochs 1e308", ("run.epochs", "<= 1000000")),
+    "c2 a number of 400 digits": (nothing, f"--rollout.max_new_tokens {'1' * 400}", ("max_new_tokens", "64 bits")),
     "c2 a name too long": (nothing, f"--run.dir {'a' * 300}", ("run.dir", "longer than 255 bytes")),
     "c2 a resumed path too long": (nothing, f"--resume {'a' * 300}", ("--resume", "longer than 255 bytes")),
     "c7 a DeepSpeed file nested without end": (
