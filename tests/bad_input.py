@@ -478,7 +478,11 @@ CASES |= {
         PARQUET,
         ("t.parquet", "not readable as Parquet"),
     ),
-    "d5 a saved data set without its fields": (file("set/state.json", "{}"), "--data.source set", ("load_from_disk",)),
+    "d5 a saved data set without its fields": (
+        file("set/dataset_dict.json", "{}"),
+        "--data.source set",
+        ("load_from_disk",),
+    ),
     "d1 a folder of nobody's": (nothing, "--data.source ~nosuchuser/x.jsonl", ("no such file or folder",)),
     "d8 a column of half a character": (rows(QUESTION, {"prompt": "a", "\ud800": 1}), "", ("row 2", "lone surrogates")),
     "m2 more layers than any model": (
