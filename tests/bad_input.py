@@ -3,12 +3,15 @@
 import json
 import os
 import pickle
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
+from pyarrow.parquet import write_table
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_run import RUN_FILE as RUN
@@ -412,4 +415,103 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
         '--hooks.before_rollout ["hooks_that_raise:check"]',
         ("hooks_that_raise:check", "not today", "line 1"),
     ),
+}
+
+DEEP = "[" * 900 + "]" * 900
+"""Which parses, and which Python's own writers, pickle and copy cannot go through."""
+
+
+def parquet(column: str, values: Any) -> Change:
+    def change(folder: Path) -> None:
+        write_table(pa.table({"prompt": [f"{n} + 1" for n in range(8)], column: values}), folder / "t.parquet")
+
+    return change
+
+
+def not_utf8() -> pa.Array:
+    """Text of eight bytes that no UTF-8 holds."""
+    ends = pa.py_buffer(struct.pack("<9i", *range(9)))
+    return pa.Array.from_buffers(pa.string(), 8, [None, ends, pa.py_buffer(b"\xff" * 8)])
+
+
+def template(text: str) -> Change:
+    return model("chat_template.jinja", text + "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+
+
+def service(url: str) -> Change:
+    python = 'kind = "python"\nfunction = "rewards.py:spread"'
+    return file("run.toml", RUN.replace(python, f'kind = "openai"\nmodel = "m"\nurl = "{url}"'))
+
+
+PARQUET, TEMPLATE = "--data.source t.parquet", "--data.chat_template on"
+CASES |= {
+    # values that parse and break what comes after
+    "c2 a value nested without end": (nothing, f"--optim.lr {DEEP}", ("--optim.lr", "expected a finite number")),
+    "c2 a table nested without end": (
+        run(f"[data.chat_template_kwargs]\nx = {DEEP[700:-700]}\n"),
+        "",
+        ("run.toml", "nested too deeply"),
+    ),
+    "c2 epochs without end": (nothing, "--run.steps 0 --run.epochs 1e308", ("run.epochs", "<= 1000000")),
+    "c2 a number of 400 digits": (nothing, f"--rollout.max_new_tokens {'1' * 400}", ("max_new_tokens", "64 bits")),
+    "c2 a name too long": (nothing, f"--run.dir {'a' * 300}", ("run.dir", "longer than 255 bytes")),
+    "c2 a resumed path too long": (nothing, f"--resume {'a' * 300}", ("--resume", "longer than 255 bytes")),
+    "c7 a DeepSpeed file nested without end": (
+        file("ds.json", '{"x": ' + DEEP + "}"),
+        "--engine.deepspeed ds.json",
+        ("ds.json", "nested too deeply"),
+    ),
+    "c7 a DeepSpeed file with a number of 400 digits": (
+        file("ds.json", '{"gradient_clipping": ' + "1" * 400 + "}"),
+        "--engine.deepspeed ds.json",
+        ("ds.json", "an integer of 400 digits"),
+    ),
+    "d2 rows nested without end": (
+        rows(QUESTION, QUESTION, '{"prompt": "a", "x": ' + DEEP + "}", '{"prompt": ' + "[" * 100_000),
+        "",
+        ("2 of 4 rows", "row 3, row", "row 4, row", "nested too deeply"),
+    ),
+    "d2 numbers of thousands of digits": (
+        rows(QUESTION, '{"prompt": "a", "answer": ' + "1" * 400 + "}", '{"prompt": "a", "answer": ' + "1" * 5000 + "}"),
+        "",
+        ("row 2, row", "row 3, row", "write it as text"),
+    ),
+    "d5 text in Parquet that is not UTF-8": (parquet("x", not_utf8()), PARQUET, ("t.parquet", "utf-8")),
+    "d5 dates in Parquet beyond the year 9999": (
+        parquet("x", pa.array([2**30] * 8, pa.int32()).cast(pa.date32())),
+        PARQUET,
+        ("t.parquet", "not readable as Parquet"),
+    ),
+    "d5 a saved data set without its fields": (
+        file("set/dataset_dict.json", "{}"),
+        "--data.source set",
+        ("load_from_disk",),
+    ),
+    "d1 a folder of nobody's": (nothing, "--data.source ~nosuchuser/x.jsonl", ("no such file or folder",)),
+    "d8 a column of half a character": (rows(QUESTION, {"prompt": "a", "\ud800": 1}), "", ("row 2", "lone surrogates")),
+    "m2 more layers than any model": (
+        config_with(num_hidden_layers=10**6, layer_types=None),
+        "",
+        ("num_hidden_layers", "1000 or fewer"),
+    ),
+    "m6 a template that divides by zero": (template("{{ 1 / 0 }}"), TEMPLATE, ("chat template", "ZeroDivisionError")),
+    "m6 a template that calls itself": (
+        template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
+        TEMPLATE,
+        ("chat template", "RecursionError"),
+    ),
+    "m6 a template without end": (
+        template("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+        TEMPLATE,
+        ("chat template", "no end within 2 s"),
+    ),
+    "a url that is no address": (service("http://\u2764.-x/v1"), "", ("score", "url = ")),
+    "a recording of fewer completions": (recorded(RECORDED), REPLAY, ("holds 1 completions", "16")),
+    "a recording that is a folder": (
+        lambda folder: (folder / "old/step-000001.jsonl").mkdir(parents=True),
+        REPLAY,
+        ("step-000001.jsonl", "cannot be read"),
+    ),
+    "a recording that is not UTF-8": (file("old/step-000001.jsonl", b"\xff\n"), REPLAY, ("line 1", "not UTF-8")),
+    "a recording of a place beyond all": (recorded(RECORDED | {"group": 10**30}), REPLAY, ("line 1", "field group")),
 }

@@ -15,6 +15,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from tests.tiny_run import RUN_FILE, write_run
+from trainer import interrupts
 from trainer.world import World, connect, disconnect
 
 RESULTS = Path(__file__).parent / "results"
@@ -75,7 +76,7 @@ def in_this_process(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[W
     monkeypatch.setattr("trainer.run.connect", lambda *_, **__: world)
     monkeypatch.setattr("trainer.run.disconnect", lambda: None)
     monkeypatch.setattr("trainer.interrupts._deferred", False)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in interrupts.KINDS}
     yield world
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bad_input import ADAPTER, adapter
+import datasets
+import pyarrow as pa
+from pyarrow.parquet import write_table
+
+from tests.bad_input import ADAPTER, adapter, not_utf8
 from tests.tiny_run import RUN_FILE
 from trainer.checkpoint import manifest
 from trainer.config import dump, load
@@ -19,9 +23,20 @@ Mutation = Callable[[Path, random.Random], str]
 
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 7, 10**9, 10**30, -(2**63), 0.0, -0.5, 1e-300, 1e300, float("nan"), float("inf")),
-    *("", " ", "auto", "\0", "../..", "/", "a" * 5000, "中文", "\u202e", "$(touch x)", "%s", "{}"),
-    *([], [[]], [None], [0, "a"], {}, {"a": 1}),
+    *("", " ", "auto", "\0", "../..", "/", "a" * 5000, "中文", "\u202e", "$(touch x)", "%s", "{}", "~nosuchuser/x"),
+    *("\ud800", "\x1b[2J\x1b]0;x\x07", "a\0b"),
+    *([], [[]], [None], [0, "a"], {}, {"a": 1}, {"\ud800": 1}, {"\x1b[2J": 1}),
+    *("@deep", "@deeper", "@endless", "@400", "@5000", "@-400"),
 )
+RAW = {
+    "@deep": "[" * 90 + "]" * 90,
+    "@deeper": "[" * 450 + "]" * 450,
+    "@endless": '{"a":' * 900 + "0" + "}" * 900,
+    "@400": "1" * 400,
+    "@5000": "1" * 5000,
+    "@-400": "-" + "1" * 400,
+}
+"""What no writer of Python's writes, by what stands for it in ODD."""
 WORDS = (
     "[",
     "]",
@@ -42,7 +57,18 @@ WORDS = (
     "\ufeff",
     "é",
     "\ud800",
+    "\x1b[2J",
+    "[" * 100_000,
+    '{"a":' * 5000,
+    "1" * 5000,
 )
+
+
+def dumped(tree: Any) -> str:
+    text = json.dumps(tree)
+    for name, raw in RAW.items():
+        text = text.replace(f'"{name}"', raw)
+    return text
 
 
 def in_text(raw: bytes, dice: random.Random) -> tuple[bytes, str]:
@@ -119,7 +145,7 @@ def tree_of(name: str) -> Mutation:
     def mutate(folder: Path, dice: random.Random) -> str:
         tree = json.loads((folder / name).read_text())
         said = in_tree(tree, dice)
-        (folder / name).write_text(json.dumps(tree))
+        (folder / name).write_text(dumped(tree))
         return f"{name}: {said}"
 
     return mutate
@@ -131,21 +157,97 @@ def run_value(folder: Path, dice: random.Random) -> str:
     at = dice.choice([n for n, line in enumerate(lines) if re.match(r"\w+ = ", line) and "run.dir" not in line])
     key = lines[at].partition(" = ")[0]
     odd = dice.choice([value for value in ODD if value is not None])
-    lines[at] = f"{key} = " + re.sub(r"\bNaN\b", "nan", json.dumps(odd)).replace("Infinity", "inf").replace(
+    lines[at] = f"{key} = " + re.sub(r"\bNaN\b", "nan", dumped(odd)).replace("Infinity", "inf").replace(
         '"a": 1', "a = 1"
     )
     (folder / "run.toml").write_text("\n".join(lines))
     return f"run.toml: {lines[at]:.80}"
 
 
-def row_value(folder: Path, dice: random.Random) -> str:
-    lines = (folder / "train.jsonl").read_text().splitlines()
-    at = dice.randrange(len(lines))
-    row = [json.loads(lines[at])]
-    said = in_tree(row, dice)
-    lines[at] = json.dumps(row[0]) if row else ""
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    return f"train.jsonl, row {at + 1}: {said}"
+def row_of(name: str) -> Mutation:
+    """A value of a row, or a column more, of a file of one object a line."""
+
+    def mutate(folder: Path, dice: random.Random) -> str:
+        lines = (folder / name).read_text().rstrip("\n").split("\n")
+        at = dice.randrange(len(lines))
+        row = [json.loads(lines[at])]
+        if dice.random() < 0.2:
+            row[0]["more"] = odd = dice.choice(ODD)
+            said = f"more = {odd!r:.60}"
+        else:
+            said = in_tree(row, dice)
+        lines[at] = dumped(row[0]) if row else ""
+        (folder / name).write_text("\n".join(lines) + "\n")
+        return f"{name}, row {at + 1}: {said}"
+
+    return mutate
+
+
+def file_of(*names: str) -> Mutation:
+    """One of these files gone, empty, a folder, or another one's."""
+
+    def mutate(folder: Path, dice: random.Random) -> str:
+        name = dice.choice(names)
+        kind = dice.choice(("gone", "empty", "folder", "other"))
+        raw = (folder / dice.choice(names)).read_bytes()
+        (folder / name).unlink()
+        if kind == "folder":
+            (folder / name).mkdir()
+        elif kind != "gone":
+            (folder / name).write_bytes(b"" if kind == "empty" else raw)
+        return f"{name}: {kind}"
+
+    return mutate
+
+
+COLUMNS: tuple[pa.Array, ...] = (
+    pa.array([2**30] * 8, pa.int32()).view(pa.date32()),
+    *(
+        pa.array([number] * 8, pa.int64()).view(kind)
+        for number in (2**43, -(2**43))
+        for kind in (pa.date64(), pa.timestamp("s"), pa.timestamp("ms"), pa.duration("s"), pa.time64("us"))
+    ),
+    not_utf8(),
+    pa.array([b"\xff"] * 8),
+    pa.array([float("nan")] * 8),
+    pa.array([None] * 8),
+    pa.array([[[[1]]]] * 8),
+    pa.array(["\x1b[2J\0"] * 8),
+)
+"""Of types and values that Python may not hold, or that no prompt is."""
+
+
+def parquet_column(folder: Path, dice: random.Random) -> str:
+    """A column more, or another one in the place of prompts or answers."""
+    column, name = dice.choice(COLUMNS), dice.choice(("prompt", "answer", "x", "\x1b[2J"))
+    prompts = [f"{n} + 1" for n in range(8)]
+    write_table(pa.table({"prompt": prompts} | {name: column}), folder / "t.parquet")
+    return f"t.parquet: {name!r} of {column.type}"
+
+
+TEMPLATE_WORDS = (
+    *(
+        "{{ 1 / 0 }}",
+        "{{ 10 ** 5000 }}",
+        "{{ [][5].x }}",
+        "{{ messages[99].content }}",
+        "{{ a.b.c }}",
+        "{{ ''.__class__ }}",
+    ),
+    *("{% for i in range(10 ** 9) %}{% endfor %}", "{% for i in range(99999) %}{% for j in range(99999) %}"),
+    *("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('\x1b[2J') }}", "{{ 'a' * 10 ** 8 }}"),
+    *("{% endfor %}", "{{", "}}", "{%", "{{ messages }}", "{{ raise_exception('\\ud800') }}", "{% include 'x' %}"),
+)
+
+
+def template(folder: Path, dice: random.Random) -> str:
+    path = folder / "model/chat_template.jinja"
+    text, word = path.read_text(), dice.choice(TEMPLATE_WORDS)
+    # Where a statement ends, or anywhere.
+    ends = [found.end() for found in re.finditer(r"[}%]\}", text)]
+    at = dice.choice(ends) if dice.random() < 0.8 else dice.randrange(len(text))
+    path.write_text(text[:at] + word + text[at:])
+    return f"chat_template.jinja: {word!r} at {at}"
 
 
 def header(name: str) -> Mutation:
@@ -163,7 +265,7 @@ def header(name: str) -> Mutation:
             text, said = in_text(raw[8 : 8 + length], dice)
         else:
             said = in_tree(tree, dice)
-            text = json.dumps(tree).encode()
+            text = dumped(tree).encode()
         (folder / name).write_bytes(struct.pack("<Q", len(text)) + text + rest)
         return f"{name}, header: {said}"
 
@@ -212,7 +314,7 @@ def resigned(folder: Path, dice: random.Random) -> str:
         name = dice.choice([name for name in record["files"] if name.endswith(".json")])
         tree = json.loads((place / name).read_text())
         said = f"{name}: {in_tree(tree, dice)}"
-        (place / name).write_text(json.dumps(tree))
+        (place / name).write_text(dumped(tree))
         record["files"][name] = [(place / name).stat().st_size, manifest.file_sha256(place / name)]
     record.pop("sha256", None)
     record["sha256"] = manifest._own_hash(record)
@@ -244,6 +346,43 @@ DEEPSPEED = {
 }
 HOSTS = "# two hosts\nworker-0 slots=4\nworker-1.example.com slots=4 # the second\n10.0.0.3 slots=2\nfd00::1 slots=1\n"
 
+DATA = ("train", "run.toml", "--run.steps", "1", "--data.source")
+ROLLOUTS = "out/rollouts/step-000001.jsonl"
+RECORDS: tuple[Mutation, ...] = (
+    text_of("out/metrics.jsonl"),
+    row_of("out/metrics.jsonl"),
+    row_of("out/metrics.jsonl"),
+    row_of("out/alarms.jsonl"),
+    text_of("out/rollouts/step-000002.jsonl"),
+    row_of("out/rollouts/step-000002.jsonl"),
+    row_of("out/rollouts/step-000002.jsonl"),
+    tree_of("out/rollouts/vocabulary.json"),
+    text_of("out/run_status.json"),
+    tree_of("out/run_status.json"),
+    tree_of("out/environment.json"),
+    tree_of("out/eval/step-000002.json"),
+    tree_of("out/histograms/step-000002.json"),
+    text_of("out/config.toml"),
+    file_of("out/metrics.jsonl", "out/alarms.jsonl", "out/run_status.json", "out/config.toml"),
+)
+
+
+def without_checkpoints(mutation: Mutation) -> Mutation:
+    def mutate(folder: Path, dice: random.Random) -> str:
+        shutil.rmtree(folder / "out/checkpoints")
+        return mutation(folder, dice)
+
+    return mutate
+
+
+RESULT = (
+    without_checkpoints(header("out/adapter/adapter_model.safetensors")),
+    without_checkpoints(text_of("out/adapter/adapter_model.safetensors")),
+    without_checkpoints(tree_of("out/adapter/adapter_config.json")),
+    without_checkpoints(tree_of("out/run_status.json")),
+    without_checkpoints(file_of("out/adapter/adapter_model.safetensors", "out/adapter/adapter_config.json")),
+)
+
 KINDS: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
     "run file": ((text_of("run.toml"), run_value, run_value), ("preflight", "run.toml")),
     "DeepSpeed JSON": (
@@ -251,7 +390,25 @@ KINDS: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
         ("preflight", "run.toml", "--engine.deepspeed", "ds.json"),
     ),
     "hostfile": ((hosts,), ("hosts", "hosts.txt")),
-    "data set": ((text_of("train.jsonl"), row_value), ("preflight", "run.toml")),
+    "data set": (
+        (text_of("train.jsonl"), row_of("train.jsonl"), row_of("train.jsonl")),
+        ("train", "run.toml", "--run.steps", "1"),
+    ),
+    "Parquet": ((text_of("t.parquet"), parquet_column, parquet_column), (*DATA, "t.parquet")),
+    "saved data set": (
+        (
+            tree_of("set/state.json"),
+            tree_of("set/dataset_info.json"),
+            text_of("set/state.json"),
+            text_of("set/data-00000-of-00001.arrow"),
+            file_of("set/state.json", "set/dataset_info.json", "set/data-00000-of-00001.arrow"),
+        ),
+        (*DATA, "set"),
+    ),
+    "chat template": (
+        (text_of("model/chat_template.jinja"), template, template, template),
+        ("preflight", "run.toml", "--data.chat_template", "on"),
+    ),
     "model folder": (
         (
             text_of("model/config.json"),
@@ -279,6 +436,21 @@ KINDS: dict[str, tuple[tuple[Mutation, ...], tuple[str, ...]]] = {
         (damaged, resigned),
         ("train", "run.toml", "--resume", "auto", "--checkpoint.verify", "size"),
     ),
+    "replay": (
+        (
+            text_of(ROLLOUTS),
+            row_of(ROLLOUTS),
+            row_of(ROLLOUTS),
+            tree_of("out/rollouts/vocabulary.json"),
+            file_of(ROLLOUTS, "out/rollouts/vocabulary.json"),
+        ),
+        ("train", "run.toml", "--rollout.replay", "out", "--data.source=", "--run.dir", "again", "--run.steps", "1"),
+    ),
+    "records, resumed": (RECORDS, ("train", "run.toml", "--resume", "auto", "--run.steps", "3")),
+    "records, report": (RECORDS, ("report", "out")),
+    "records, samples": (RECORDS, ("samples", "out")),
+    "records, doctor": (RECORDS, ("doctor", "out")),
+    "records, export": ((*RECORDS, *RESULT), ("export", "out", "exported")),
 }
 """What is damaged, and the command that reads it."""
 
@@ -291,3 +463,22 @@ def write_inputs(folder: Path) -> None:
     (folder / "hosts.txt").write_text(HOSTS)
     adapter(folder)
     (folder / "start/adapter_config.json").write_text(json.dumps(ADAPTER | {"target_modules": ["q_proj"]}, indent=1))
+    table = {"prompt": [f"{n} + 1" for n in range(8)], "answer": [str(n) for n in range(8)]}
+    write_table(pa.table(table), folder / "t.parquet")
+    datasets.Dataset.from_dict(table).save_to_disk(folder / "set")
+
+
+EVALUATION = {"step": 2, "sampled": {"mean": 0.5, "stderr": 0.1}, "greedy": {"mean": 0.5, "stderr": None}}
+HISTOGRAM = {
+    "step": 2,
+    "edges": [-1.0, 0.0, 1.0],
+    "counts": [3, 4],
+    "readings": [{"reading": "near 0", "holds": True, "numbers": "all"}],
+}
+
+
+def write_records(folder: Path) -> None:
+    """Beside what the run in ``out`` has written: what it would have, had it run longer."""
+    for name, record in (("eval", EVALUATION), ("histograms", HISTOGRAM)):
+        (folder / "out" / name).mkdir(exist_ok=True)
+        (folder / "out" / name / "step-000002.json").write_text(json.dumps(record))

@@ -3,6 +3,7 @@
 Usage: python tools/comm.py [GPUS ...]: the table of launch/README.md, for 8, 64 and 512 by default.
 """
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -34,6 +35,14 @@ class Step:
     """Weights of a head that is the embedding, too: stage 3 gathers it twice a pass, first and last."""
     persistent: int = 0
     """Those that stage 3 keeps whole on every rank, since they are small: norms, biases, adapters."""
+    recomputed: int = 0
+    """Those that gradient checkpointing has stage 3 gather once more a pass: of the layers, all but the last projection
+    of each, which is still there; of adapters all, a bound."""
+    modules: int = 0
+    """That hold weights: stage 3 gathers by modules."""
+    recomputed_modules: int = 0
+    bucket: int = 50_000_000
+    """Gradients of one reduction: as ds_configs/ have it, of stage 3 hidden_size squared."""
 
 
 def payloads(step: Step) -> dict[Part, float]:
@@ -54,9 +63,32 @@ def payloads(step: Step) -> dict[Part, float]:
     return {
         ("rollout", "all_gather"): (step.weights - step.persistent) * step.itemsize,
         ("forward", "all_gather"): read * (step.micro + step.forwards),
-        ("backward", "all_gather"): read * step.micro,
+        ("backward", "all_gather"): (read + step.recomputed * step.itemsize) * step.micro,
         ("backward", "reduce_scatter"): gradients * step.micro,
         ("step", "all_gather"): step.persistent * step.itemsize,
+    }
+
+
+GATHERED = 200_000_000
+"""Weights of one gathering under stages 1 and 2, as ds_configs/ have it."""
+
+
+def calls(step: Step) -> dict[Part, int]:
+    """How many collectives of each kind. Under stage 3 a bound: one a module, where small ones may go together."""
+    buckets = math.ceil(step.trained / step.bucket)
+    if step.stage == 0:
+        return {("backward", "all_reduce"): buckets}
+    if step.stage in (1, 2):
+        return {
+            ("backward", "all_reduce"): buckets * (step.micro if step.stage == 2 else 1),
+            ("step", "all_gather"): max(1, step.trained // GATHERED),
+        }
+    return {
+        ("rollout", "all_gather"): step.modules,
+        ("forward", "all_gather"): step.modules * (step.micro + step.forwards),
+        ("backward", "all_gather"): (step.modules + step.recomputed_modules) * step.micro,
+        ("backward", "reduce_scatter"): min(step.modules, buckets) * step.micro,
+        ("step", "all_gather"): step.modules,
     }
 
 
@@ -155,8 +187,6 @@ def counted() -> Iterator[Counter]:
             setattr(dist, name, function)
 
 
-BUCKET = 50_000_000
-"""Gradients of one reduction, as ds_configs/ have it."""
 LINKS = {"25 Gb/s": 25e9 / 8, "100 Gb/s": 100e9 / 8, "400 Gb/s": 400e9 / 8}
 HOP_SECONDS = 10e-6
 """An assumption: what a hop of a ring takes beside its bytes."""
@@ -165,23 +195,42 @@ TOKENS, COMPLETIONS = 500, 16
 BYTES_OF_A_TOKEN, BYTES_OF_A_COMPLETION = 12, 300
 """Of what the ranks tell each other to deal out the groups: an id, a log-prob, and a share of the record."""
 
+LAYER, DOWN = 233_057_792, 3584 * 18944
+"""Weights of a layer of 7B, and of its last projection; it has nine modules with weights, and 14 of adapters."""
 CASES = {
     "1.5B, all weights, zero1": Step(1, 0, 1_543_714_304, 1_543_714_304, 2, micro=4),
     "1.5B, all weights, zero2": Step(2, 0, 1_543_714_304, 1_543_714_304, 2, micro=4),
     "7B, LoRA r = 16, zero2": Step(2, 0, 7_615_616_512, 40_370_176, 2, micro=4),
-    "7B, all weights, zero3": Step(3, 0, 7_615_616_512, 7_615_616_512, 2, micro=4, forwards=4),
-    "7B, LoRA r = 16, zero3": Step(3, 0, 7_615_616_512, 40_370_176, 2, micro=4, forwards=4),
+    "7B, all weights, zero3": Step(
+        *(3, 0, 7_615_616_512, 7_615_616_512, 2),
+        micro=4,
+        forwards=4,
+        recomputed=28 * (LAYER - DOWN),
+        modules=28 * 9 + 3,
+        recomputed_modules=28 * 8,
+        bucket=3584**2,
+    ),
+    "7B, LoRA r = 16, zero3": Step(
+        *(3, 0, 7_615_616_512 + 40_370_176, 40_370_176, 2),
+        micro=4,
+        forwards=4,
+        recomputed=28 * LAYER + 40_370_176,
+        modules=28 * (9 + 14) + 3,
+        recomputed_modules=28 * (9 + 14),
+        bucket=3584**2,
+    ),
 }
-"""Qwen2.5 in bf16, 4 passes a rank and step; the reference of the third is a copy in shards."""
+"""Qwen2.5 in bf16, 4 passes a rank and step, zero3 with gradient checkpointing; the reference of all weights under
+zero3 is a copy in shards."""
 
 
 def seconds(step: Step, link: float) -> tuple[float, float, int]:
     """(bytes that a rank sends, seconds of a ring through one such link a host, messages of a rank) of one step."""
     total, messages = 0.0, 0
-    for (_, kind), payload in payloads(step).items():
-        total += sent(kind, payload, step.ranks)
-        calls = max(1, round(payload / (BUCKET * step.gradient_itemsize)))
-        messages += calls * (step.ranks - 1) * (2 if kind == "all_reduce" else 1)
+    many = calls(step)
+    for part, payload in payloads(step).items():
+        total += sent(part[1], payload, step.ranks)
+        messages += many[part] * (step.ranks - 1) * (2 if part[1] == "all_reduce" else 1)
     return total, total / link + messages * HOP_SECONDS, messages
 
 

@@ -25,7 +25,7 @@ from trainer.report import command as readers
 if TYPE_CHECKING:
     from trainer.config import RunConfig
 
-RANK = int(os.environ.get("RANK") or 0)
+RANK = int(word) if (word := os.environ.get("RANK", "")).isdecimal() else 0
 
 
 def train(arguments: argparse.Namespace, overrides: list[str]) -> int:

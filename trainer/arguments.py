@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from trainer.errors import Refused
+from trainer.outside import path_problem
 
 Command = Callable[[argparse.Namespace, list[str]], int]
 """Called with its arguments and with the words that no parser knows: overrides of the run file. Its docstring is its
@@ -18,6 +19,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{self.prog}: {message}. `{self.prog} --help` shows what it takes.")
+
+
+def path(text: str) -> str:
+    """A word that names a file or a folder."""
+    if problem := path_problem(text):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r}: {problem}")
+    return text
 
 
 def parser_of(commands: Iterable[Command], others: Iterable[Callable[[Any], None]]) -> argparse.ArgumentParser:
@@ -51,9 +59,11 @@ def without_local_rank(argv: list[str]) -> list[str]:
 
 
 def _run_file(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("run_file", metavar="RUN.toml")
+    sub.add_argument("run_file", type=path, metavar="RUN.toml")
     sub.add_argument("--gpus", type=int, metavar="N", help="ranks on this machine, through the deepspeed launcher")
-    sub.add_argument("--hostfile", metavar="H", help="ranks on the hosts of a file, NAME slots=N a line, through pdsh")
+    sub.add_argument(
+        "--hostfile", type=path, metavar="H", help="ranks on the hosts of a file, NAME slots=N a line, through pdsh"
+    )
     sub.epilog = ANY_KEY
 
 
@@ -68,7 +78,7 @@ def _train(sub: argparse.ArgumentParser) -> None:
     listens = "where rank 0 listens for the others; a free port by default"
     sub.add_argument("--master_port", type=int, default=0, metavar="P", help=listens)
     goes_on = "go on from the newest valid checkpoint, or from PATH"
-    sub.add_argument("--resume", default="", metavar="auto|PATH", help=goes_on)
+    sub.add_argument("--resume", type=path, default="", metavar="auto|PATH", help=goes_on)
     changes = "a setting that the resumed run may change; once for each"
     sub.add_argument("--allow", action="append", default=[], metavar="KEY", help=changes)
 
@@ -79,7 +89,7 @@ def _preflight(sub: argparse.ArgumentParser) -> None:
 
 
 def _plan(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("run_file", metavar="RUN.toml")
+    sub.add_argument("run_file", type=path, metavar="RUN.toml")
     sub.add_argument("--gpu", default="", metavar="NAME", help="a10, l4, rtx4090, a100-40, a100-80, h100 or h200")
     sub.add_argument("--memory-gib", type=float, default=0.0, metavar="X", help="instead: a card with so much memory")
     sub.add_argument("--gpus", type=int, default=1, metavar="N", help="how many of them")
@@ -88,24 +98,26 @@ def _plan(sub: argparse.ArgumentParser) -> None:
 
 
 def _doctor(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("target", metavar="RUN_DIR|RUN.toml")
+    sub.add_argument("target", type=path, metavar="RUN_DIR|RUN.toml")
     sub.add_argument("--json", action="store_true", help="the same with stable names")
     sub.epilog = f"Of a run file: {ANY_KEY[0].lower()}{ANY_KEY[1:]}. Exit code 1: a cause was found."
 
 
 def _hosts(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("hostfile", metavar="HOSTFILE")
+    sub.add_argument("hostfile", type=path, metavar="HOSTFILE")
     _choice_of_hosts(sub)
     sub.add_argument("--probe", action="store_true", help="ask every host over ssh, and compare what they have")
     sub.add_argument("--model", default="", metavar="FOLDER", help="with --probe: compare its files, too")
 
 
 def _export(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("source", metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step-000010, or RUN_DIR")
-    sub.add_argument("out", metavar="OUT", help="a folder that does not exist yet, or is empty")
+    sub.add_argument("source", type=path, metavar="CHECKPOINT", help="RUN_DIR/checkpoints/step-000010, or RUN_DIR")
+    sub.add_argument("out", type=path, metavar="OUT", help="a folder that does not exist yet, or is empty")
     sub.add_argument("--merge", action="store_true", help="add the adapter into its base model: a whole model")
     sub.add_argument("--ollama", action="store_true", help="write a Modelfile and say how to convert and create")
-    sub.add_argument("--gguf-converter", default="", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py, to run")
+    sub.add_argument(
+        "--gguf-converter", type=path, default="", metavar="PATH", help="llama.cpp's convert_hf_to_gguf.py, to run"
+    )
     sub.epilog = "Any key of the run file can be overridden: --model.name_or_path PATH, where the base model has moved"
 
 

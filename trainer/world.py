@@ -136,8 +136,12 @@ def connect(device: str, *, timeout_seconds: float, seconds_to_meet: float = SEC
     ``device``: "auto" takes a CUDA card when torch can use it; "cpu" does not look for one. ``timeout_seconds``: of a
     collective.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    try:
+        rank, size, local_rank = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        )
+    except ValueError as error:
+        raise _cannot_meet(error) from None
     if "RANK" not in os.environ:
         # DeepSpeed reads these too. A free port, so that two runs on one machine do not meet.
         os.environ.update(
@@ -153,13 +157,7 @@ def connect(device: str, *, timeout_seconds: float, seconds_to_meet: float = SEC
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, timeout=timeout, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
-        described = ", ".join(
-            f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        )
-        raise Refused(
-            f"the ranks cannot meet: {str(error).splitlines()[0]} The launcher's variables: {described}. "
-            "Fix: start with deepspeed or torchrun, which set all of them, or unset them for a run of one rank."
-        ) from error
+        raise _cannot_meet(error) from error
     return World(rank=rank, size=size, local_rank=local_rank, device=chosen)
 
 
@@ -209,6 +207,15 @@ def _not_met(seconds: float, why: str) -> Lost:
     return Lost(
         f"a meeting of the ranks that did not come about in {seconds:g} s: {why}. It hangs in its start, was not "
         "started, or the hosts do not reach each other. Fix: look at that rank's host and output."
+    )
+
+
+def _cannot_meet(error: Exception) -> Refused:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    described = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+    return Refused(
+        f"the ranks cannot meet: {str(error).splitlines()[0]} The launcher's variables: {described}. "
+        "Fix: start with deepspeed or torchrun, which set all of them, or unset them for a run of one rank."
     )
 
 

@@ -37,6 +37,15 @@ def another(**changes) -> dict:
 
 # rule, what breaks it, the keys that the message names, a neighbour that passes
 CASES = [
+    ("paths_can_be", {"run__dir": "a" * 256}, ["run.dir", "longer than 255 bytes"], {"run__dir": "a" * 255}),
+    ("paths_can_be", {"model__name_or_path": "m\0"}, ["model.name_or_path", "NUL"], {"model__name_or_path": "m"}),
+    ("paths_can_be", {"rollout__replay": "\udcff"}, ["rollout.replay", "not UTF-8"], {"rollout__replay": "\u00ff"}),
+    (
+        "paths_can_be",
+        {"lora__start_adapter": "a/" * 2048},
+        ["lora.start_adapter"],
+        {"lora__start_adapter": "a/" * 2047},
+    ),
     ("one_length", {"run__epochs": 1.0}, ["run.steps", "run.epochs"], {"run__steps": 0, "run__epochs": 0.5}),
     ("one_length", {"run__steps": 0}, ["run.steps", "run.epochs"], {"run__steps": 1}),
     (

@@ -13,7 +13,7 @@ import pytest
 from trainer import heartbeat, interrupts
 from trainer.errors import Interrupted, Preempted
 from trainer.launcher.speech import say
-from trainer.rewards.limit import call_within
+from trainer.limit import call_within
 
 
 @pytest.fixture
@@ -86,10 +86,10 @@ def test_f8_sigterm_breaks_into_a_reward_of_the_main_thread(fresh: ModuleType) -
     fresh.defer()
     alarm = signal.getsignal(signal.SIGALRM)
     with pytest.raises(Preempted):
-        call_within(30, reward)
+        fresh.broken_into(lambda: call_within(30, reward))
     assert signal.getsignal(signal.SIGALRM) == alarm and not fresh._broken_into
     with pytest.raises(Preempted):
-        call_within(30, lambda: pytest.fail("it began"))
+        fresh.broken_into(lambda: pytest.fail("it began"))
 
 
 def test_nothing_breaks_into_the_closing_words(fresh: ModuleType) -> None:

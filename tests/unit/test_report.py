@@ -46,7 +46,7 @@ def test_a_run_that_goes_on_is_read(tmp_path: Path) -> None:
     assert run.column("kl") == [(1, 0.5), (2, 0.125)] and run.column("loss") == []
     assert run.notes == [
         "metrics.jsonl: the last line is not complete yet and was passed over",
-        "metrics.jsonl: 2 lines are no JSON objects and were passed over",
+        "metrics.jsonl: 2 lines are no JSON objects of a step and were passed over",
     ]
     assert "step" in page([run])  # nothing but metrics is there
 

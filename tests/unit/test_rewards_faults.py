@@ -12,7 +12,7 @@ import pytest
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
 from trainer.errors import Refused, Stopped
-from trainer.rewards.limit import Overdue, call_within
+from trainer.limit import Overdue, call_within
 from trainer.rewards.runtime import RewardResult, RewardRuntime
 
 

@@ -78,6 +78,7 @@ VALUES = {
     "null": "expected a number",
     "[7]": "expected a number",
     "0x7": "no",
+    "1" + "0" * 400: "outside of",
     "9" * 5000: "no",
 }
 

@@ -1,6 +1,5 @@
 """The model card of an export, README.md in its folder: what the run was, and how its result is loaded."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from trainer.config import RunConfig
 from trainer.config.sections import Model
 from trainer.models.reload import Verified
 from trainer.record.environment import PACKAGES, installed_version
-from trainer.record.run_dir import read_metrics
+from trainer.record.rollout_rows import is_number
+from trainer.record.run_dir import is_step, read_metrics, read_object
 
 TOLD = ("reward_mean", "reward_std", "kl", "entropy", "completion_tokens_mean", "truncated_fraction", "grad_norm")
 """Metrics of the last step that the card shows, by their names in metrics.jsonl."""
@@ -35,9 +35,10 @@ def read_records(run_dir: Path, step: int | None = None) -> Records:
     last: dict[str, float] = rows[-1] if rows else {}
     evaluations = []
     for path in sorted((run_dir / "eval").glob("step-*.json")):
-        evaluation = json.loads(path.read_text(encoding="utf-8"))
-        if step is None or evaluation["step"] <= step:
-            evaluations.append(evaluation)
+        one = read_object(path)
+        whole = is_step(one.get("step")) and _is_score(one.get("sampled")) and _is_score(one.get("greedy"))
+        if whole and (step is None or one["step"] <= step):
+            evaluations.append(one)
     done = int(last["step"]) if last else step
     return Records(done, last, [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations)
 
@@ -185,6 +186,12 @@ def _training(config: RunConfig, records: Records) -> list[str]:
     installed = {package: installed_version(package) for package in PACKAGES}
     lines.append("versions: " + ", ".join(f"{package} {found}" for package, found in installed.items() if found))
     return lines
+
+
+def _is_score(one: Any) -> bool:
+    return isinstance(one, dict) and all(
+        name in one and (one[name] is None or is_number(one[name])) for name in ("mean", "stderr")
+    )
 
 
 def _score(one: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainer import heartbeat
 from trainer.checkpoint.pickles import opened
 from trainer.errors import NoCheckpoint
+from trainer.outside import read as read_json
 
 Check = Literal["full", "size"]
 """``checkpoint.verify``."""
@@ -103,7 +104,7 @@ def read(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise NoCheckpoint(f"{folder}: no such folder")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         own = record.pop("sha256")
     except FileNotFoundError:
         raise NoCheckpoint(f"{folder}: no {NAME}: it is no checkpoint, or was not saved to its end") from None

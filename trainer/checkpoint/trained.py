@@ -1,12 +1,12 @@
 """Trained weights, found: a checkpoint, or what a run ended with; and read again as the policy that they were."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from trainer import run_status
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.store import STEP, Store
@@ -16,7 +16,7 @@ from trainer.errors import NoCheckpoint, Refused
 from trainer.launcher import say
 from trainer.models.fingerprint import fingerprint
 from trainer.models.policy import REFERENCE_ADAPTER, Policy, load_config, load_policy, load_tokenizer
-from trainer.record.run_dir import RunDirectory
+from trainer.record.run_dir import RunDirectory, is_step
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that a run computes in."""
@@ -76,17 +76,15 @@ def _found(asked: Path, command: str) -> Source:
 def _of_checkpoint(folder: Path, content: Manifest) -> Source:
     """``content``: of the verified folder."""
     weights = folder / ("adapter" if (folder / "adapter").is_dir() else "model")
-    base = content.facts.sources["model.name_or_path"]
+    if (base := content.facts.sources.get("model.name_or_path")) is None:
+        raise NoCheckpoint(f"{folder / manifest.NAME}: it does not say of which base weights it is.")
     return Source(weights, folder.resolve().parent.parent, folder / "config.toml", content.step, base)
 
 
 def _done_at(run_dir: Path) -> int | None:
     """The step at which the run was done; None: it is not."""
-    file = run_dir / "run_status.json"
-    if not file.is_file():
-        return None
-    status = json.loads(file.read_text(encoding="utf-8"))
-    return int(status["step"]) if status["state"] == "done" else None
+    status = run_status.read(run_dir)
+    return status["step"] if status.get("state") == "done" and is_step(status.get("step")) else None
 
 
 def load_source(source: Source, config: RunConfig, dtype: torch.dtype, quant: Quant) -> Policy:
@@ -120,6 +118,11 @@ def check_base(source: Source, config: RunConfig, policy: Policy) -> None:
 
 def stored_dtype(weights: Path) -> torch.dtype:
     """What the weights were trained in."""
-    with safe_open(min(weights.glob("*.safetensors")), "pt") as file:
-        name = file.get_slice(next(iter(file.keys()))).get_dtype()
-    return DTYPES[name]
+    try:
+        with safe_open(min(weights.glob("*.safetensors")), "pt") as file:
+            return DTYPES[file.get_slice(min(file.keys())).get_dtype()]
+    except (SafetensorError, OSError, ValueError, KeyError) as error:  # cut; no file or tensor; another dtype
+        raise NoCheckpoint(
+            f"{weights}: no weights that a run has written, safetensors in {' or '.join(DTYPES)}: "
+            f"{type(error).__name__}: {error}. Fix: copy the whole folder again."
+        ) from error

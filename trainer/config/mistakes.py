@@ -84,6 +84,8 @@ def _text(path: Path, detail: Any, got: Any, rewards: tuple[str, ...]) -> str:
     section = section_of(field.annotation)
     if section is not None:
         return f"{label} = {literal(got)}: {_table(path, section, got)}"
+    if detail["type"] == "value_error":
+        return f"{label} = {literal(got)}: expected a whole number of 64 bits."
     wanted = (
         f"text of the form {detail['ctx']['pattern']}"
         if detail["type"] == "string_pattern_mismatch"

@@ -1,12 +1,12 @@
 """`--section.key value` on the command line, laid over the parsed run file."""
 
-import json
 import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from trainer.config import secrets
 from trainer.config.fields import Path, field_at
+from trainer.outside import NotJson, parsed, too_deep
 
 
 def apply(tree: dict[str, Any], arguments: Sequence[str]) -> tuple[dict[Path, str], list[str]]:
@@ -95,13 +95,14 @@ def _literal(text: str) -> Any:
     # A line break would let one value set further keys of the little document below.
     if "\n" not in text and "\r" not in text:
         try:
-            return tomllib.loads(f"value = {text}")["value"]
+            value = tomllib.loads(f"value = {text}")["value"]
+            return text if too_deep(value) else value
         except (ValueError, RecursionError):
             pass
     if text[:1] in ("[", "{"):
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
+            return parsed(text)
+        except NotJson:
             pass
     return text
 

@@ -18,9 +18,12 @@ class Run(Section):
         le=SEED_MAX,
         description="Seed of sampling and of new LoRA weights. Fixed, so that a run can be repeated.",
     )
-    steps: int = Field(default=0, ge=0, description="Rollout steps to train. Give either this or run.epochs.")
+    steps: int = Field(default=0, ge=0, le=10**9, description="Rollout steps to train. Give either this or run.epochs.")
     epochs: float = Field(
-        default=0.0, ge=0, description="Passes over the prompts, may be a fraction. Give either this or run.steps."
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Passes over the prompts, may be a fraction. Give either this or run.steps.",
     )
     grace_seconds: float = Field(
         default=150.0,

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.config.fields import Path
 from trainer.errors import Refused
+from trainer.outside import too_deep
 
 MAX_BYTES = 1 << 20
 # Lines are found by parsing ever longer beginnings of the file: exact, and quick at the length of a run file.
@@ -52,7 +53,10 @@ def read(path: str) -> str:
 def parse(path: str, text: str) -> dict[str, Any]:
     """The file as nested tables. Raises `Refused` with the line and what usually mends it."""
     try:
-        return tomllib.loads(text)
+        tree = tomllib.loads(text)
+        if too_deep(tree):
+            raise RecursionError
+        return tree
     except RecursionError:
         raise Refused(f"{path}: lists or tables nested too deeply.") from None
     except ValueError as error:  # TOMLDecodeError, and Python's own refusal of absurd numbers and dates

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trainer.data.table import Table, numbered, shown
 from trainer.errors import Refused
+from trainer.outside import NotJson, parsed
 
 PREFIX = "reasoning_gym:"
 
@@ -68,6 +69,6 @@ def _arguments(source: str, query: str, config: type) -> dict[str, Any]:
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return parsed(text)
+    except NotJson:
         return text

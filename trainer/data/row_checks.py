@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from trainer.data.table import RowProblem, Table, encodable, shown
+from trainer.outside import DEEPEST, too_deep
 
 ROLES = ("system", "user", "assistant", "tool")
 PROMPT_TYPE = 'a string or a list of messages {"role", "content"}'
@@ -49,7 +50,15 @@ def row_fault(row: dict[str, Any], column: str) -> Fault | None:
     """The first thing that is wrong with a row."""
     if column not in row:
         return Fault(column, "no such column", PROMPT_TYPE, f"{column} missing")
-    return prompt_fault(row[column], column) or surrogate_fault(row)
+    return depth_fault(row) or prompt_fault(row[column], column) or surrogate_fault(row)
+
+
+def depth_fault(row: dict[str, Any]) -> Fault | None:
+    """What is nested without end can neither be told to other ranks nor recorded."""
+    for name, value in row.items():
+        if too_deep(value):
+            return Fault(name, "lists in lists without end", f"{DEEPEST} levels at most", "nested too deeply")
+    return None
 
 
 def prompt_fault(prompt: Any, field: str) -> Fault | None:
@@ -67,6 +76,8 @@ def prompt_fault(prompt: Any, field: str) -> Fault | None:
 def surrogate_fault(row: dict[str, Any]) -> Fault | None:
     """Half a surrogate pair cannot be tokenised, nor written to the record of the run hours later."""
     for name, value in row.items():
+        if not encodable(name):
+            return Fault("name of a column", shown(name), "text without lone surrogates", "lone surrogate")
         if not all(map(encodable, _strings(value))):
             return Fault(name, shown(value), "text without lone surrogates", "lone surrogate")
     return None

@@ -1,6 +1,7 @@
 """Where rows come from: files, folders, the Hugging Face hub, reasoning-gym."""
 
 import difflib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Source:
 
     @property
     def path(self) -> Path:
-        return Path(self.name).expanduser()
+        return Path(os.path.expanduser(self.name))  # which leaves a user who is not there as it is
 
     @property
     def setting(self) -> str:
@@ -100,8 +101,9 @@ def _read_parquet(source: Source) -> Iterator[Table]:
             rows = batch.to_pylist()
             yield numbered(rows, source.name, first=read + 1)
             read += len(rows)
-    except pyarrow.ArrowException as error:
-        raise Refused(f"{source.setting}: not readable as Parquet: {error}") from error
+    # ValueError and OverflowError: text that is not UTF-8, dates that Python cannot hold.
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+        raise Refused(f"{source.setting}: not readable as Parquet, behind row {read}: {error}") from error
 
 
 def _read_folder(source: Source) -> Table:
@@ -112,14 +114,20 @@ def _read_folder(source: Source) -> Table:
 
     try:
         saved = datasets.load_from_disk(str(source.path))
-    except (OSError, ValueError) as error:
-        raise Refused(f"{source.setting}: datasets.load_from_disk failed: {error}") from error
-    if isinstance(saved, datasets.Dataset):
-        _refuse_split(source, own=str(saved.split or "train"))
-        return numbered(saved.to_list(), source.name)
-    if source.split not in saved:
-        raise Refused(f'{source.split_key} = "{source.split}": {source.name} holds the splits {", ".join(saved)}.')
-    return numbered(saved[source.split].to_list(), _with_split(source))
+        if isinstance(saved, datasets.Dataset):
+            _refuse_split(source, own=str(saved.split or "train"))
+            return numbered(saved.to_list(), source.name)
+        if source.split in saved:
+            return numbered(saved[source.split].to_list(), _with_split(source))
+    except Refused:
+        raise
+    # Of a damaged state.json or dataset_info.json, KeyError, TypeError and whatever else its fields lead to.
+    except Exception as error:
+        raise Refused(
+            f"{source.setting}: datasets.load_from_disk failed: {type(error).__name__}: {error}\n"
+            "Fix: copy the whole folder again."
+        ) from error
+    raise Refused(f'{source.split_key} = "{source.split}": {source.name} holds the splits {", ".join(saved)}.')
 
 
 def _load_dataset(source: Source) -> Table:

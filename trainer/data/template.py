@@ -8,9 +8,15 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from trainer.errors import Refused
+from trainer.limit import Overdue, call_within
 
-RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+RENDER_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(RuntimeError, MemoryError),  # RuntimeError: a macro that calls itself
+)
 """What a template may raise on messages that it was not written for."""
+SECONDS_TO_RENDER = 2.0
+"""Of the probe; a real template takes milliseconds."""
 
 OWNED_ARGUMENTS = ("tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors")
 
@@ -58,13 +64,20 @@ def probe_turns(tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -
     question = [{"role": "user", "content": QUESTION}]
     answered = [*question, {"role": "assistant", "content": ANSWER}]
     try:
-        whole = render(tokenizer, answered, arguments, add_generation_prompt=False)
-        asked = render(tokenizer, question, arguments, add_generation_prompt=False)
-        opened = render(tokenizer, question, arguments)
-    except RENDER_ERRORS as error:
+        whole, asked, opened = call_within(
+            SECONDS_TO_RENDER,
+            lambda: (
+                render(tokenizer, answered, arguments, add_generation_prompt=False),
+                render(tokenizer, question, arguments, add_generation_prompt=False),
+                render(tokenizer, question, arguments),
+            ),
+        )
+    except (*RENDER_ERRORS, Overdue) as error:
+        why = f"no end within {SECONDS_TO_RENDER:g} s" if isinstance(error, Overdue) else error
         raise Refused(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} cannot render a question and an answer: "
-            f'{error}\nCorrect the template, or give string prompts with data.chat_template = "off".'
+            f"{type(error).__name__}: {why}\n"
+            'Correct the template, or give string prompts with data.chat_template = "off".'
         ) from error
     end = whole.rpartition(ANSWER)[2].strip() if ANSWER in whole else ""
     ids = tokenizer(end, add_special_tokens=False)["input_ids"]

@@ -2,7 +2,6 @@
 
 import codecs
 import csv
-import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Any
 
 from trainer.data.table import RowProblem, Table, shown
 from trainer.errors import Refused
+from trainer.outside import NotJson, parsed
 
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BLOCK = 4096
@@ -45,12 +45,12 @@ def read_json(path: Path, label: str) -> Iterator[Table]:
     """
     text = "".join(_lines(path, newline=""))
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
+        content = parsed(text)
+    except NotJson as error:
         if text.lstrip().startswith("{") and _is_json(text.lstrip().split("\n", 1)[0]):
             return read_json_lines(path, label)
         raise Refused(
-            f"{label}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}.\n"
+            f"{label}{error.place}: not valid JSON: {error.reason}.\n"
             "Expected an array of objects, or one object a line (JSON lines). Correct the file at that place."
         ) from error
     if not isinstance(content, list):
@@ -132,9 +132,9 @@ def _header(cells: list[str], label: str) -> list[str]:
 
 def _object(text: str, row: int, line: int) -> dict[str, Any] | RowProblem:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        got = f"invalid JSON at column {error.colno} ({error.msg}): {shown(text[max(0, error.colno - 20) :], 40)}"
+        value = parsed(text)
+    except NotJson as error:
+        got = f"invalid JSON{error.place_in_line} ({error.reason}): {shown(text[max(0, error.column - 20) :], 40)}"
         return RowProblem(row, line, "row", got, "one JSON object a line", "invalid JSON", text)
     if not isinstance(value, dict):
         return RowProblem(row, line, "row", shown(value), "a JSON object", "not an object", value)
@@ -143,8 +143,8 @@ def _object(text: str, row: int, line: int) -> dict[str, Any] | RowProblem:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
-    except json.JSONDecodeError:
+        parsed(text)
+    except NotJson:
         return False
     return True
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainer.arguments import path
 from trainer.errors import Refused
 from trainer.quiet import quiet_libraries
 
@@ -72,13 +73,15 @@ def add_commands(commands: Any) -> None:
         sub.set_defaults(command=function)
         sub.add_argument("source", metavar="IN", help="a file, a folder, a hub data set or reasoning_gym:TASK")
         if function is convert:
-            sub.add_argument("out", metavar="OUT", help="a file that ends in .jsonl")
+            sub.add_argument("out", type=path, metavar="OUT", help="a file that ends in .jsonl")
         sub.add_argument("--split", default="train", help="of a folder or a hub data set")
         sub.add_argument("--config", default="", help="configuration of a hub data set")
         sub.add_argument("--prompt-column", default="", metavar="NAME", help="where its name is none of the usual")
         sub.add_argument("--answer-column", default="", metavar="NAME", help="the same of the answer")
         if function is check:
-            sub.add_argument("--tokenizer", default="", metavar="PATH", help="a model folder or hub name: count tokens")
+            sub.add_argument(
+                "--tokenizer", type=path, default="", metavar="PATH", help="a model folder or hub name: count tokens"
+            )
             sub.add_argument("--max-prompt-tokens", type=int, default=512, metavar="N", help="data.max_prompt_tokens")
         else:
             forms = "; ".join(f"{name}: {what}" for name, what in TARGETS.items())

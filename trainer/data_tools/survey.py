@@ -1,6 +1,5 @@
 """The first of two readings of a source, in blocks: which columns it has, and of what kind."""
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from trainer.data.row_checks import MESSAGES_AS_TEXT, prompt_fault, surrogate_fa
 from trainer.data.sources import Source, read_blocks
 from trainer.data.table import RowProblem, Table
 from trainer.data_tools.forms import Form, form_of, plain
+from trainer.outside import NotJson, parsed
 
 FLAGS = ("--prompt-column", "--answer-column")
 
@@ -75,8 +75,8 @@ def messages_of(value: Any) -> Any:
     if not isinstance(value, str) or not MESSAGES_AS_TEXT.match(value):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return parsed(value)
+    except NotJson:
         return value
 
 

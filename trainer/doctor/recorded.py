@@ -36,7 +36,7 @@ PARTS_OF_LOOPS = ("garble/token_loop", "garble/ngram_loop", "garble/repetition")
 def diagnose_records(run: Recorded, target: str) -> Diagnosis:
     findings: list[Finding] = []
     fine: dict[str, str] = {}
-    absent: dict[str, str] = {}
+    absent: dict[str, str] = {"damaged records": "; ".join(run.notes)} if run.notes else {}
     for check in (*CHECKS, *ROLLOUT_CHECKS):
         found = check(run)
         if isinstance(found, str):

@@ -24,11 +24,14 @@ def document_readings(run: Recorded) -> Verdict:
         f"dropout: KL at step 1 {'unknown' if first is None else f'{first:.2g}'}",
         f"ranks: {'one' if low is None or high is None else f'KL from {low:.3g} to {high:.3g}'}",
     )
+    told = run.histogram.get("readings")
+    fields = {"reading", "holds", "numbers"}
+    readings = [one for one in told if isinstance(one, dict) and one.keys() >= fields] if isinstance(told, list) else []
     said = [
         f"{one['reading']}: {'yes' if one['holds'] else 'no'} ({one['numbers']}); {fact}"
-        for one, fact in zip(run.histogram.get("readings", []), measured, strict=False)
+        for one, fact in zip(readings, measured, strict=False)
     ]
-    return f"of step {run.histogram['step']}: " + " | ".join(said) if said else ""
+    return f"of step {run.histogram.get('step')}: " + " | ".join(said) if said else ""
 
 
 KL_CHECKS = (response_alone, document_readings)

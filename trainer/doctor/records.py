@@ -1,7 +1,7 @@
 """The records of a run, as its checks read them."""
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,9 @@ from trainer import run_status
 from trainer.config import RunConfig, load
 from trainer.doctor.finding import Finding
 from trainer.errors import Refused
-from trainer.record.run_dir import read_lines, read_metrics, read_object
+from trainer.record.rollout_rows import is_whole
+from trainer.record.run_dir import is_step, read_lines, read_metrics, read_object
+from trainer.report.read import by_step
 
 Row = dict[str, Any]
 Verdict = list[Finding] | str
@@ -34,6 +36,8 @@ class Recorded:
     """The policy's vocabulary; empty where the run has not kept it."""
     histogram: Row
     """The newest one of the KL; empty where the run makes none."""
+    notes: list[str] = field(default_factory=list)
+    """Records that were passed over."""
 
     def last(self, key: str) -> float | None:
         """Median over the last fifth of the run, five steps at least."""
@@ -57,15 +61,26 @@ def read(folder: Path) -> Recorded:
         raise Refused(
             f"doctor: {folder} holds no run: there is no config.toml. Expected the run.dir of a run, or a run file."
         )
-    files = sorted((folder / "rollouts").glob("step-*.jsonl"))
-    places = sorted({round(i * (len(files) - 1) / (READ_ROLLOUTS - 1)) for i in range(READ_ROLLOUTS)}) if files else []
-    rollouts = {int(files[place].stem.removeprefix("step-")): read_lines(files[place]) for place in places}
-    vocabulary = read_object(folder / "rollouts" / "vocabulary.json")
+    notes: list[str] = []
+    files = by_step((folder / "rollouts").glob("step-*.jsonl"))
+    steps = list(files)
+    places = sorted({round(i * (len(steps) - 1) / (READ_ROLLOUTS - 1)) for i in range(READ_ROLLOUTS)}) if steps else []
+    rollouts = {steps[place]: _rows(files[steps[place]], notes) for place in places}
+    tokens = read_object(folder / "rollouts" / "vocabulary.json").get("tokens")
     return Recorded(
         load(str(folder / "config.toml")),
-        read_metrics(folder),
+        read_metrics(folder, notes),
         {step: rows for step, rows in rollouts.items() if rows},
-        run_status.read(folder),
-        vocabulary.get("tokens", {}),
+        {name: value for name, value in run_status.read(folder).items() if isinstance(value, str)},
+        tokens if isinstance(tokens, dict) and all(is_step(number) for number in tokens.values()) else {},
         read_object(max((folder / "histograms").glob("step-*.json"), default=folder / "none")),
+        notes,
     )
+
+
+def _rows(file: Path, notes: list[str]) -> list[Row]:
+    rows = read_lines(file, notes)
+    whole = [row for row in rows if is_whole(row)]
+    if len(whole) < len(rows):
+        notes.append(f"{file.name}: {len(rows) - len(whole)} rows are not as a run writes them and were passed over")
+    return whole

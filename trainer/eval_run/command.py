@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainer.arguments import ANY_KEY
+from trainer.arguments import ANY_KEY, path
 from trainer.launcher import say
 from trainer.quiet import quiet_libraries
 
@@ -28,13 +28,16 @@ def add_commands(commands: Any) -> None:
     """``commands``: what ``add_subparsers`` of the main parser returned."""
     sub = commands.add_parser("eval", help=evaluate.__doc__, description=evaluate.__doc__, allow_abbrev=False)
     sub.set_defaults(command=evaluate)
-    sub.add_argument("run_file", metavar="RUN.toml")
+    sub.add_argument("run_file", type=path, metavar="RUN.toml")
     sub.add_argument(
         "--checkpoint",
+        type=path,
         default="base",
         metavar="PATH",
         help="a checkpoint, RUN_DIR, RUN_DIR/checkpoints/best, an exported adapter or model; without it, the base",
     )
-    sub.add_argument("--against", default="", metavar="PATH|base", help="another one: every number with its difference")
+    sub.add_argument(
+        "--against", type=path, default="", metavar="PATH|base", help="another one: every number with its difference"
+    )
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout, everything else on stderr")
     sub.epilog = ANY_KEY

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.errors import Refused
 
-MOST_SLOTS = 16
+MOST_SLOTS, MOST_BYTES = 16, 1 << 20
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 GRAMMAR = f'one host a line, "NAME slots=N" with N of 1 to {MOST_SLOTS}; # begins a comment'
 
@@ -34,13 +34,16 @@ def read_hostfile(path: Path | str) -> list[Host]:
     A missing file is refused too: the deepspeed launcher would train on this machine alone.
     """
     try:
-        raw = Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise Refused(
             f"hostfile {path}: cannot be read: {reason}. Expected a file with {GRAMMAR}. "
             "Fix: give the path of one, or use --gpus N to train on this machine."
         ) from error
+    if len(raw) > MOST_BYTES:
+        raise Refused(f"hostfile {path}: larger than {MOST_BYTES >> 20} MiB. Expected a file with {GRAMMAR}.")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What the RoPE settings of a model's config.json may say.
+"""What the RoPE settings of a model's config.json may say, and its number of layers.
 
 transformers logs a warning for most odd values and goes on, or fails later with a KeyError, so they are refused here,
 before it reads them.
@@ -43,6 +43,8 @@ POSITIVE = (
     *("rope_theta", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow"),
     *("low_freq_factor", "high_freq_factor"),
 )
+# Each takes a millisecond or more to build, also without weights.
+LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1000
 
 
 def factor_problems(key: str, value: object) -> list[str]:
@@ -75,11 +77,13 @@ def ratio_warnings(factor: float, original: int, longest: int) -> list[str]:
 
 
 def check_config_json(raw: Mapping[str, Any], where: str) -> list[str]:
-    """Checks the RoPE part of a config.json as its file says it; returns what the user should know.
+    """Checks depth and the RoPE part of a config.json as its file says it; returns what the user should know.
 
     ``where`` names the file in messages. Raises Refused with all problems at once.
     """
     text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
+    deep = [name for name in LAYERS if type(text.get(name)) is int and text[name] > MOST_LAYERS]
+    _refuse([f"{name}: got {text[name]}, expected {MOST_LAYERS} or fewer" for name in deep], where)
     problems = _number_problems("rope_theta", text["rope_theta"], "> 0") if "rope_theta" in text else []
     scaling, parameters = text.get("rope_scaling"), text.get("rope_parameters")
     # transformers 5 takes rope_scaling when a file has both.
@@ -165,4 +169,4 @@ def _number_problems(key: str, value: object, expected: Literal["> 0", ">= 1"], 
 def _refuse(problems: list[str], where: str) -> None:
     if problems:
         listed = "\n  ".join(problems)
-        raise Refused(f"{where}: RoPE settings that cannot be used.\n  {listed}\nFix: edit the file.")
+        raise Refused(f"{where}: settings that cannot be used.\n  {listed}\nFix: edit the file.")

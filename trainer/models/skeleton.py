@@ -2,7 +2,6 @@
 and what the headers of its files say."""
 
 import copy
-import json
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from trainer.errors import Refused
 from trainer.models.policy import add_adapter
 from trainer.models.scorer import TokenScorer, check_head
 from trainer.models.source import loaded, refuse_missing, refuse_pickles, refuse_shapes
+from trainer.outside import read
 
 Shapes = dict[str, tuple[int, ...]]
 """By name of a weight."""
@@ -134,7 +134,7 @@ def _files(model: Model) -> list[Path] | str:
             "the whole folder; for a GGUF file give model.gguf_file."
         )
     try:
-        names = set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values())
+        names = set(read(folder / INDEX)["weight_map"].values())
         parts = sorted(folder / name for name in names if Path(name).name == name)
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise Refused(f"{folder / INDEX}: damaged ({type(error).__name__}: {error}). Fix: copy it again.") from error

@@ -1,6 +1,5 @@
 """Where a model comes from: a folder, a hub name or a GGUF file, and what is said when it cannot be had."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from huggingface_hub.errors import (
 
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
+from trainer.outside import NotJson, read
 from trainer.record.memory import asked_of_memory
 
 T = TypeVar("T")
@@ -78,9 +78,9 @@ def adapter_config(folder: Path, lora: Lora) -> dict[str, Any]:
     its weights are not there as safetensors."""
     where = f"lora.start_adapter = {folder}"
     try:
-        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(f"{where}: {error}. Expected a folder that PEFT saved.") from error
+        saved = read(folder / "adapter_config.json")
+    except (OSError, NotJson) as error:
+        raise Refused(f"{where}: adapter_config.json: {error}. Expected a folder that PEFT saved.") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("base_model_name_or_path"), str | None):
         raise Refused(
             f"{where}: adapter_config.json is not one that PEFT saved. Expected an object, with the name of the base "

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.errors import Refused
+from trainer.outside import NotJson, read
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,10 @@ def _of_folder(folder: str) -> Vocabulary:
 def _json_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file; Refused with the file, and line and column of a syntax error."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise Refused(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}.") from None
-    except (OSError, UnicodeDecodeError) as error:
+        found = read(path)
+    except NotJson as error:
+        raise Refused(f"{path}{error.place}: not JSON: {error.reason}.") from None
+    except OSError as error:
         raise Refused(f"{path}: cannot be read: {error}.") from None
     if not isinstance(found, dict):
         raise Refused(f"{path}: got a {type(found).__name__}, expected a JSON object.")

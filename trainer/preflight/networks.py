@@ -1,12 +1,12 @@
 """The models of rewards, as far as the memory plan asks: their config.json and nothing else of them."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
 from trainer.config.grpo import Reward
+from trainer.outside import read
 from trainer.plan.networks import Network, known, network_of
 
 
@@ -28,7 +28,7 @@ def _read(path: str) -> tuple[Network | None, str]:
     """``path``: a folder, or a hub name whose files are here already."""
     file = Path(path) / "config.json" if Path(path).is_dir() else try_to_load_from_cache(path, "config.json")
     try:
-        config = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str | Path) else None
+        config = read(Path(file)) if isinstance(file, str | Path) else None
         kind = config["model_type"] if config else ""
         network = network_of(config) if config else None
     except (OSError, ValueError, KeyError, TypeError):

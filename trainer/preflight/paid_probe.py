@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainer.batch import Completion
 from trainer.config.grpo import Reward
+from trainer.outside import read
 from trainer.rewards.answers import Scores
 
 KEPT_S = 3600.0
@@ -47,7 +48,7 @@ def one_at_a_time() -> Iterator[None]:
 
 def known(section: Reward, completions: Sequence[Completion]) -> Kept | None:
     try:
-        record = json.loads(_file(section, completions).read_text("utf-8"))
+        record = read(_file(section, completions))
         scores, ago = Scores(list(record["values"])), time.time() - record["at"]
         for place, (why, heals) in record["failures"].items():
             scores.fail(int(place), f"{why} (asked {ago:.0f} s ago)", may_heal=heals)

@@ -1,6 +1,7 @@
 """``zero-grpo plan``: the memory plan of a run, for a card that may not be here, before any weight is read."""
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -94,6 +95,8 @@ def _card(asked: Asked, config: RunConfig) -> tuple[Card, bool]:
         raise Refused("--gpu and --memory-gib: one of them.")
     if asked.gpu and asked.gpu not in CARDS:
         raise Refused(f"--gpu {asked.gpu}: expected one of {', '.join(CARDS)}. Any other: --memory-gib 48.")
+    if asked.memory_gib and not 0 < asked.memory_gib < math.inf:
+        raise Refused(f"--memory-gib {asked.memory_gib:g}: expected the GiB of a card, such as 24.")
     if asked.gpu:
         return CARDS[asked.gpu], True
     if asked.memory_gib:

@@ -34,10 +34,16 @@ def check_replay(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     names = {reward.name for reward in config.reward}
     prompts: dict[int, Prompt] = {}
     for step in range(1, steps + 1):
-        for number, row in enumerate(read_rollouts(folder, step), 1):
+        rows = read_rollouts(folder, step)
+        for number, row in enumerate(rows, 1):
             _check_ids(folder, step, number, row["prompt_ids"] + row["completion_ids"], len(tokenizer))
             _check_rewards(folder, step, number, row["rewards"], names)
             prompts[row["row"]] = recorded_prompt(row)
+        if len(rows) < config.completions_per_step:
+            raise Refused(
+                f"rollout.replay = {folder}: step {step} holds {len(rows)} completions, a step of the run file "
+                f"{config.completions_per_step}. Fix: rollout.prompts_per_step and rollout.num_generations as recorded."
+            )
     return PromptSets(
         train=list(prompts.values()), eval=[], notes=[f"replaying {steps} recorded steps of {folder}"]
     ), steps

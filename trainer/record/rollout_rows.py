@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import Refused
+from trainer.outside import NotJson, parsed
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds, and the run directory is checked before anything else
     from trainer.batch import Completion
@@ -33,6 +34,8 @@ REPLAYED = ("group", "index", "row", "prompt_ids", "completion_ids", "sampling_l
 """What a replay cannot do without."""
 
 SHOWN_PROBLEMS = 20
+MOST = 2**31 - 1
+"""Of a place: what a tensor of them holds everywhere."""
 
 
 def rollout_file(run_dir: Path, step: int) -> Path:
@@ -62,8 +65,8 @@ def row(completion: Completion, step: int) -> dict[str, Any]:
 
 def json_safe(value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError):
+        return parsed(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
         return str(value)
 
 
@@ -82,15 +85,19 @@ def read_rollouts(directory: Path, step: int) -> list[dict[str, Any]]:
         )
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
-    # Not splitlines(): a completion may hold U+2028 or U+0085, which JSON does not escape.
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), start=1):
+    try:
+        # Not splitlines(): a completion may hold U+2028 or U+0085, which JSON does not escape.
+        lines = path.read_bytes().rstrip(b"\n").split(b"\n")
+    except OSError as error:
+        raise Refused(f"rollout.replay: {path} cannot be read: {error.strerror}.") from error
+    for number, line in enumerate(lines, start=1):
         if not line:
             problems.append(f"line {number}: empty")
             continue
         try:
-            recorded = json.loads(line)
-        except json.JSONDecodeError as error:
-            problems.append(f"line {number}: not JSON ({error.msg} at column {error.colno})")
+            recorded = parsed(line)
+        except NotJson as error:
+            problems.append(f"line {number}: not JSON ({error.reason}{error.place_in_line})")
             continue
         problem = replay_problem(recorded)
         if problem:
@@ -115,9 +122,13 @@ def replay_problem(recorded: Any) -> str:
     missing = [name for name in REPLAYED if name not in recorded]
     if missing:
         return f"field {', '.join(missing)} is missing; the row holds {', '.join(recorded) or 'nothing'}"
-    for name, kind in (("group", int), ("index", int), ("row", int), ("rewards", dict)):
-        if not isinstance(recorded[name], kind) or isinstance(recorded[name], bool):
-            return f"field {name}: expected {kind.__name__}, got {recorded[name]!r}"
+    for name in ("group", "index", "row"):
+        if type(recorded[name]) is not int or not 0 <= recorded[name] <= MOST:
+            return f"field {name}: expected int, from 0 to {MOST}, got {recorded[name]!r:.60}"
+    kinds: dict[str, type] = {"rewards": dict, "prompt": str, "completion": str, "columns": dict}
+    for name, kind in kinds.items():
+        if name in recorded and not isinstance(recorded[name], kind):
+            return f"field {name}: expected {kind.__name__}, got {recorded[name]!r:.60}"
     for name in ("prompt_ids", "completion_ids"):
         ids = recorded[name]
         if not (isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)):
@@ -129,10 +140,20 @@ def replay_problem(recorded: Any) -> str:
     if len(logps) != len(recorded["completion_ids"]):
         return f"{len(recorded['completion_ids'])} completion_ids but {len(logps)} sampling_logps"
     if recorded["finish"] not in ("stop", "length"):
-        return f'field finish: expected "stop" or "length", got {recorded["finish"]!r}'
+        return f'field finish: expected "stop" or "length", got {recorded["finish"]!r:.60}'
     if not all(score is None or is_number(score) for score in recorded["rewards"].values()):
-        return f"field rewards: expected finite numbers or null by name, got {recorded['rewards']}"
+        return f"field rewards: expected finite numbers or null by name, got {recorded['rewards']!r:.60}"
     return ""
+
+
+def is_whole(recorded: Any) -> bool:
+    """A row as a run writes it: what a replay needs, with what came of it."""
+    return (
+        not replay_problem(recorded)
+        and recorded.keys() >= {"completion", "reward", "advantage"}
+        and is_number(recorded["advantage"])
+        and (recorded["reward"] is None or is_number(recorded["reward"]))
+    )
 
 
 def is_number(value: Any) -> bool:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from trainer import run_status
 from trainer.errors import Refused, redacted
-from trainer.record.rollout_rows import FIELDS, rollout_file
+from trainer.outside import NotJson, parsed, read
+from trainer.record.rollout_rows import FIELDS, is_number, rollout_file
 
 RunState = Literal["running", "done", "stopped", "lost", "preempted", "interrupted"]
 RUN_FILES = ("config.toml", "metrics.jsonl", run_status.NAME)
@@ -214,24 +215,40 @@ def check_can_write(path: Path, key: str) -> None:
 def read_object(file: Path) -> dict[str, Any]:
     """The object of a JSON file; empty where none can be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError, RecursionError):
+        found = read(file)
+    except (OSError, NotJson):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, without a last line that a kill has cut."""
-    return read_lines(run_dir / "metrics.jsonl")
+def read_metrics(run_dir: Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, of each what is a number."""
+    rows = read_lines(run_dir / "metrics.jsonl", notes)
+    return [{key: value for key, value in row.items() if is_number(value)} for row in rows]
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of one a line, up to one that is cut; none where there is no file."""
-    rows = []
+def read_lines(file: Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
+    """The objects of a file of one a line, each of a step; none where there is no file. What is none of them is passed
+    over and told in ``notes``: a last line that a kill has cut or that is being written just now, or damage."""
     # Not splitlines(): a completion may hold U+2028 or U+0085, which JSON does not escape.
-    for line in file.read_text(encoding="utf-8").split("\n") if file.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+    lines = file.read_bytes().split(b"\n") if file.is_file() else []
+    found = [_of_a_step(line) for line in lines if line.strip()]
+    torn = bool(found and lines[-1].strip() and not found[-1])
+    bad = found.count(None) - torn
+    if notes is not None and torn:
+        notes.append(f"{file.name}: the last line is not complete yet and was passed over")
+    if notes is not None and bad:
+        notes.append(f"{file.name}: {bad} lines are no JSON objects of a step and were passed over")
+    return [row for row in found if row]
+
+
+def _of_a_step(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = parsed(line)
+    except NotJson:
+        return None
+    return row if isinstance(row, dict) and is_step(row.get("step")) else None
+
+
+def is_step(value: Any) -> bool:
+    return type(value) is int and value >= 0

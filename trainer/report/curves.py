@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from trainer.report.read import Run, is_finite
+from trainer.record.rollout_rows import is_number
+from trainer.report.read import Run
 
 MOST_POINTS = 400
 """Of one curve. A longer one becomes buckets of steps: mean, lowest and highest value of each."""
@@ -108,9 +109,9 @@ def held_out(run: Run, number: int) -> Iterator[dict[str, Any]]:
     """Mean and standard error of every evaluation, sampled and greedy."""
     for kind, label in HELD_OUT:
         scores = [(one["step"], one[kind]) for one in run.evaluations if isinstance(one.get(kind), dict)]
-        scores = [(step, score) for step, score in scores if is_finite(score.get("mean"))]
+        scores = [(step, score) for step, score in scores if is_number(score.get("mean"))]
         if scores:
-            errors = [score["stderr"] if is_finite(score.get("stderr")) else 0 for _, score in scores]
+            errors = [score["stderr"] if is_number(score.get("stderr")) else 0 for _, score in scores]
             yield {
                 "run": number,
                 "key": label,

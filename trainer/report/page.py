@@ -13,8 +13,10 @@ from typing import Any
 
 from trainer.errors import Refused
 from trainer.record.console import printable
+from trainer.record.rollout_rows import is_number
+from trainer.record.run_dir import read_object
 from trainer.report.curves import charts
-from trainer.report.read import Row, Run, is_finite, read_object, read_runs
+from trainer.report.read import Row, Run, read_runs
 from trainer.report.rollouts import choose
 from trainer.report.signature import signature
 
@@ -94,7 +96,7 @@ def _run(run: Run) -> dict[str, Any]:
         "name": printable(run.name),
         "path": printable(str(run.path)),
         "steps": [steps[0], steps[-1], len(steps)] if steps else None,
-        "last": {key: value for key, value in run.metrics[-1].items() if is_finite(value)} if run.metrics else {},
+        "last": {key: value for key, value in run.metrics[-1].items() if is_number(value)} if run.metrics else {},
         "status": {key: printable(str(value)) for key, value in run.status.items() if value is not None},
         "config": printable(run.config),
         "environment": printable(run.environment),
@@ -120,10 +122,10 @@ def _alarm(alarm: Row) -> dict[str, Any]:
 def _seen(alarm: Row) -> str:
     """The signal in words: ``0.52 (limit 0.4, 0.01 at the beginning)``."""
     value, limit, beginning = (alarm.get(name) for name in ("value", "limit", "baseline"))
-    if not is_finite(value):
+    if not is_number(value):
         return ""
-    beside = [f"limit {limit:.3g}"] if is_finite(limit) else []
-    beside += [f"{beginning:.3g} at the beginning"] if is_finite(beginning) else []
+    beside = [f"limit {limit:.3g}"] if is_number(limit) else []
+    beside += [f"{beginning:.3g} at the beginning"] if is_number(beginning) else []
     return f"{value:.3g}" + (f" ({', '.join(beside)})" if beside else "")
 
 

@@ -1,7 +1,5 @@
 """From a run directory to records, also while the run goes on: what is torn, foreign or missing is passed over."""
 
-import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +7,8 @@ from typing import Any
 
 from trainer import run_status
 from trainer.errors import Refused
-from trainer.record.run_dir import read_object
+from trainer.record.rollout_rows import is_number
+from trainer.record.run_dir import is_step, read_lines, read_metrics, read_object
 
 Row = dict[str, Any]
 
@@ -37,7 +36,7 @@ class Run:
 
     def column(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of one metric, where it exists and is a finite number."""
-        return [(row["step"], row[key]) for row in self.metrics if is_finite(row.get(key))]
+        return [(row["step"], row[key]) for row in self.metrics if is_number(row.get(key))]
 
 
 def read_run(path: Path) -> Run:
@@ -48,8 +47,8 @@ def read_run(path: Path) -> Run:
             "the run.dir of a run."
         )
     run = Run(path, path.resolve().name)
-    run.metrics = ordered(read_lines(path / "metrics.jsonl", run.notes))
-    run.alarms = [row for row in read_lines(path / "alarms.jsonl", run.notes) if is_step(row.get("step"))]
+    run.metrics = ordered(read_metrics(path, run.notes))
+    run.alarms = read_lines(path / "alarms.jsonl", run.notes)
     evaluations = (read_object(file) for file in sorted((path / "eval").glob("step-*.json")))
     run.evaluations = [one for one in evaluations if is_step(one.get("step"))]
     run.histograms = by_step(sorted((path / "histograms").glob("step-*.json")))
@@ -72,24 +71,6 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return runs
 
 
-def read_lines(path: Path, notes: list[str]) -> list[Row]:
-    """The objects of a JSONL file. A last line that is still being written is passed over; others are counted."""
-    rows, bad = [], 0
-    text = read_text(path)
-    for line in text.split("\n"):
-        row = parsed(line)
-        if isinstance(row, dict):
-            rows.append(row)
-        elif line.strip():
-            bad += 1
-    torn = bad and not text.endswith("\n") and not isinstance(parsed(text.rsplit("\n", 1)[-1]), dict)
-    if torn:
-        notes.append(f"{path.name}: the last line is not complete yet and was passed over")
-    if bad - torn:
-        notes.append(f"{path.name}: {bad - torn} lines are no JSON objects and were passed over")
-    return rows
-
-
 def read_text(path: Path) -> str:
     """Empty where there is no file."""
     try:
@@ -98,16 +79,8 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def parsed(text: str) -> Any:
-    """None where the text is no JSON, or nested too deeply."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def ordered(rows: Iterable[Row]) -> list[Row]:
-    by_number = {row["step"]: row for row in rows if is_step(row.get("step"))}
+    by_number = {row["step"]: row for row in rows}
     return [by_number[step] for step in sorted(by_number)]
 
 
@@ -120,11 +93,3 @@ def _numbered(files: Iterable[Path]) -> Iterator[tuple[int, Path]]:
         number = file.stem.removeprefix("step-")
         if number.isascii() and number.isdigit():
             yield int(number), file
-
-
-def is_step(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.outside import NotJson, parsed
 from trainer.record.console import printable
+from trainer.record.rollout_rows import is_number
 from trainer.report.marks import marked_share, pieces
-from trainer.report.read import Row, Run, is_finite, parsed
+from trainer.report.read import Row, Run
 
 MOST_STEPS, MOST_ROWS = 60, 500
 """Of one page: rollout files that are read, and completions that are shown."""
@@ -140,7 +142,10 @@ def recorded_rows(path: Path) -> Iterator[Row | None]:
     # Not splitlines(): a completion may hold U+2028 or U+0085, which JSON does not escape.
     for line in text.split("\n"):
         if line:
-            row = parsed(line)
+            try:
+                row = parsed(line)
+            except NotJson:
+                row = None
             yield row if isinstance(row, dict) and isinstance(row.get("completion"), str) else None
 
 
@@ -167,4 +172,4 @@ def shown(row: Row, step: int) -> Row:
 
 
 def number(value: Any) -> float | None:
-    return value if is_finite(value) else None
+    return value if is_number(value) else None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trainer.errors import Refused
 from trainer.record.console import printable, shortened
-from trainer.record.rollout_rows import replay_problem
+from trainer.record.rollout_rows import is_whole
 from trainer.record.samples import facts
 from trainer.report.read import Row, read_run
 from trainer.report.rollouts import recorded_rows
@@ -26,7 +26,7 @@ def show(run_dir: Path, step: int | None, count: int, *, worst: bool) -> str:
             f"--step {chosen}: {run_dir} has no rollouts of that step; it has {len(there)} "
             f"steps, {there[0]} to {there[-1]}."
         )
-    rows = [row for row in recorded_rows(run.rollouts[chosen]) if row and not replay_problem(row) and "reward" in row]
+    rows = [row for row in recorded_rows(run.rollouts[chosen]) if row and is_whole(row)]
     wanted = sorted(rows, key=badness) if worst else rows
     what = "lowest reward first" if worst else "in order"
     head = f"step {chosen} of {printable(str(run_dir))}: {min(count, len(rows))} of {len(rows)} completions, {what}"

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import json
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -12,11 +11,12 @@ from typing import Any
 from trainer.batch import Completion, Prompt
 from trainer.config.grpo import Reward
 from trainer.errors import Refused
+from trainer.limit import Overdue, call_within
+from trainer.outside import parsed
 from trainer.rewards.arguments import Signature, arguments, in_rows, text_of
 from trainer.rewards.evaluated import as_data, row_is_data
 from trainer.rewards.failed import Failed
 from trainer.rewards.functions import describe, did_you_mean
-from trainer.rewards.limit import Overdue, call_within
 
 # A sign (not the minus of "5-3"), digits with or without thousands separators, decimals or a denominator.
 _SIGN = r"((?<![\w.)\]}])-\$?|\$-)?"
@@ -199,7 +199,7 @@ def reasoning_gym(completions: list[Any], entry: list[Any], source: list[str]) -
     for completion, row, task in zip(completions, entry, source, strict=True):
         text = text_of(completion)
         said = extract_answer(text)
-        row = json.loads(row) if isinstance(row, str) else row
+        row = parsed(row) if isinstance(row, str) else row
         answer = text.strip() if said is None else said
         # The task itself, and the one that a row of a composite comes from.
         names = [
@@ -222,7 +222,7 @@ def _task_scorer(task: str) -> Callable[..., float]:
     name, _, query = task.removeprefix("reasoning_gym:").partition("?")
     parts = [part.partition("=") for part in query.split("&") if part]
     # With its arguments: some tasks score by them.
-    return create_dataset(name, **{key: json.loads(value) for key, _, value in parts}).score_answer
+    return create_dataset(name, **{key: parsed(value) for key, _, value in parts}).score_answer
 
 
 BUILTINS: dict[str, Callable[..., Any]] = {

@@ -9,8 +9,10 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
+from trainer import interrupts
 from trainer.batch import Completion
 from trainer.errors import RunEnd
+from trainer.limit import Overdue, call_within
 from trainer.rewards.answers import Scores, read
 from trainer.rewards.arguments import Signature, arguments
 from trainer.rewards.event_loop import EventLoop
@@ -18,7 +20,6 @@ from trainer.rewards.failed import Failed as Failed  # where those who write rew
 from trainer.rewards.failed import may_heal
 from trainer.rewards.functions import TrainerState, describe
 from trainer.rewards.ledger import Ledger
-from trainer.rewards.limit import Overdue, call_within
 from trainer.rewards.processes import START_S, InProcesses
 
 BETWEEN_TRIES_S = 30.0
@@ -131,7 +132,7 @@ def _call(reward: RewardFunction, completions: Sequence[Completion], occasion: O
         assert occasion.loop is not None
         returned = occasion.loop.run(_awaited(reward.function, keywords), seconds)
     else:
-        returned = call_within(seconds, lambda: reward.function(**keywords))
+        returned = interrupts.broken_into(lambda: call_within(seconds, lambda: reward.function(**keywords)))
     return read(returned, scores, completions, reward.label)
 
 

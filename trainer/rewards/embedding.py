@@ -1,6 +1,5 @@
 """kind = "embedding": the cosine of a completion with the row's reference answer, by a sentence encoder (bge-m3)."""
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from transformers import AutoModel
 
 from trainer.config.grpo import Reward
 from trainer.errors import Refused
+from trainer.outside import read
 from trainer.rewards.arguments import text_of
 from trainer.rewards.calls import Failed
 from trainer.rewards.frozen import ModelReward, Row, Side, positions
@@ -131,7 +131,7 @@ class EmbeddingReward(ModelReward):
 
     def _settings(self, name: str) -> dict[str, Any]:
         file = self.folder / name
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        found: dict[str, Any] = read(file) if file.is_file() else {}
         return found
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from trainer.rewards.limit import Overdue
+from trainer.limit import Overdue
 
 
 class EventLoop:

@@ -116,7 +116,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _is_users(filename: str) -> bool:
-    ours = Path(filename).parent in Path(__file__).parents[:2]
+    ours = Path(__file__).parents[1] in Path(filename).parents
     library = filename.startswith((sysconfig.get_path("stdlib"), "<frozen")) and "site-packages" not in filename
     return not (ours or library)
 

@@ -12,6 +12,8 @@ from trainer.record.rollout_rows import json_safe
 from trainer.record.run_dir import read_lines
 from trainer.rewards.answers import Scores
 
+FIELDS = {"step", "key", "value", "metrics", "columns"}
+
 
 class Ledger:
     """RUN_DIR/paid/rank-00000.jsonl: one line a score, written when it comes."""
@@ -24,7 +26,7 @@ class Ledger:
         files = sorted(self.file.parent.glob("rank-*.jsonl"))
         try:
             self._entries: dict[str, dict[str, Any]] = {
-                entry["key"]: entry for one in files for entry in read_lines(one)
+                entry["key"]: entry for one in files for entry in read_lines(one) if entry.keys() >= FIELDS
             }
         except OSError as error:
             raise self._cannot(error, "read", "let this user read it, or delete it and pay again") from None

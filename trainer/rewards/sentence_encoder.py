@@ -2,7 +2,6 @@
 its states become one vector (1_Pooling), and what follows (2_Dense, 2_Normalize)."""
 
 import importlib.util
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainer.errors import Refused
+from trainer.outside import read
 
 Features = dict[str, Tensor]
 """token_embeddings (B, L, H) and attention_mask (B, L), then sentence_embedding (B, D)."""
@@ -170,4 +170,4 @@ def _weights(folder: Path, where: str) -> dict[str, Tensor]:
 
 
 def _json(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read(file) if file.is_file() else {}

@@ -4,10 +4,12 @@ import difflib
 import re
 from collections.abc import Iterator
 
+from trainer.config.fields import literal
 from trainer.config.problems import Problem
 from trainer.config.rules.keys import problem, unused
 from trainer.config.schema import RunConfig
 from trainer.config.shipped import DEEPSPEED
+from trainer.outside import path_problem
 
 HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -23,6 +25,25 @@ def one_length(config: RunConfig) -> Iterator[Problem]:
             "run.steps run.epochs",
             "neither run.steps nor run.epochs is given: how long to train? Write one, for example run.steps = 200.",
         )
+
+
+def paths_can_be(config: RunConfig) -> Iterator[Problem]:
+    paths = {
+        "run.dir": config.run.dir,
+        "model.name_or_path": config.model.name_or_path,
+        "model.gguf_file": config.model.gguf_file,
+        "lora.start_adapter": config.lora.start_adapter,
+        "rollout.replay": config.rollout.replay,
+        "engine.deepspeed": config.engine.deepspeed,
+    }
+    for key, path in paths.items():
+        if wrong := path_problem(path):
+            yield problem(key, f"{key} = {literal(path)}: {wrong}. Fix: correct the path.")
+    for index, entry in enumerate(config.reward):
+        for name, path in (("function", entry.function), ("path", entry.path)):
+            if wrong := path_problem(path):
+                text = f"reward.{entry.name}.{name} = {literal(path)}: {wrong}. Fix: correct the path."
+                yield Problem((("reward", index, name),), text)
 
 
 def warmup_fits(config: RunConfig) -> Iterator[Problem]:
@@ -154,6 +175,7 @@ def hook_names(config: RunConfig) -> Iterator[Problem]:
 
 
 RULES = (
+    paths_can_be,
     one_length,
     warmup_fits,
     data_source,

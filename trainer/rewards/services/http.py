@@ -16,6 +16,7 @@ import httpx2
 import tenacity
 
 from trainer.errors import Refused, Stopped, redacted
+from trainer.outside import NotJson
 from trainer.rewards.services.breaker import ServiceError, Unavailable
 from trainer.rewards.services.replies import parsed
 
@@ -59,6 +60,10 @@ class Http:
         self.label, self.url, self.key_env = label, url, key_env
         self.timeout, self.retries = timeout, retries
         self._client: httpx2.AsyncClient | None = None
+        try:
+            httpx2.URL(url)
+        except httpx2.InvalidURL as error:
+            raise Refused(f"{label}: url = {url}: {error}. Expected http://HOST:PORT or https://HOST.") from None
         self._key()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -106,7 +111,7 @@ class Http:
             self._refused(reply, told, url)
         try:
             return parsed(told)
-        except ValueError as error:
+        except NotJson as error:
             raise Unavailable(f"{url}: the reply is no JSON ({error}): {self._quoted(told)}") from None
 
     def _open(self) -> httpx2.AsyncClient:

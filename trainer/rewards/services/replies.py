@@ -1,24 +1,18 @@
 """What a service said, read strictly: a number where a number was due, or the reason why there is none."""
 
-import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from trainer.errors import redacted
+from trainer.outside import NotJson
+from trainer.outside import parsed as read_json
 from trainer.rewards.services.breaker import ServiceError
 
 
 def parsed(told: bytes | str) -> Any:
-    """JSON as the standard has it. ValueError for NaN and Infinity, a key that stands twice, or anything after it."""
-    try:
-        return json.loads(told, parse_constant=_no_number, object_pairs_hook=_one_of_each)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at character {error.pos}") from None
-    except UnicodeDecodeError:
-        raise ValueError("it is not UTF-8") from None
-    except RecursionError:
-        raise ValueError("it is nested without end") from None
+    """JSON as the standard has it. A number that is out of every range is one row without a score, not a reply that
+    cannot be read. Raises NotJson."""
+    return read_json(told, strict=True, any_number=True)
 
 
 def field(reply: Any, *path: str | int) -> Any:
@@ -35,7 +29,7 @@ def number(value: Any, low: float, high: float) -> float:
     """A JSON number within its declared range. ServiceError for true, "0.8", null, and what lies outside."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ServiceError(f"the score is {shown(value)}; expected a number from {low:g} to {high:g}")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # nor is NaN
         raise ServiceError(f"the score is {shown(value)}, outside of {low:g} to {high:g}")
     return float(value)
 
@@ -46,7 +40,7 @@ def judged(content: Any, top: float) -> float:
         raise ServiceError(f"the judge's reply is {shown(content)}; expected text")
     try:
         verdict = parsed(content)
-    except ValueError as error:
+    except NotJson as error:
         raise ServiceError(
             f"the judge's reply is not the JSON that was asked for ({error}): {shown(content)}"
         ) from None
@@ -87,14 +81,3 @@ def shown(value: Any) -> str:
 
 def _dotted(path: Sequence[str | int]) -> str:
     return ".".join(str(name) for name in path)
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _one_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands there twice")
-    return found

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from trainer import interrupts
-
 T = TypeVar("T")
 
 INTERRUPT_EVERY_S = 1.0
@@ -18,8 +16,7 @@ class Overdue(BaseException):
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """``call()``, or Overdue once it has run for ``seconds``. Main thread only; calls may nest. A signal to end the run
-    ends it, too.
+    """``call()``, or Overdue once it has run for ``seconds``. Main thread only; calls may nest.
 
     A timer signal and not a second thread: the call keeps the main thread, which libraries with time limits of their
     own need (math-verify's default fails elsewhere), and it is really interrupted, inside ``re`` too, which holds the
@@ -36,7 +33,7 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
     outer_seconds, outer_interval = signal.setitimer(signal.ITIMER_REAL, seconds, INTERRUPT_EVERY_S)
     try:
         try:
-            return interrupts.broken_into(call)
+            return call()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except Overdue:
