@@ -4,6 +4,7 @@ launch has saved."""
 import hashlib
 import itertools
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -108,6 +109,19 @@ def refused_together(found: Found, state: State, world: World) -> None:
         world.barrier()
 
 
+def counted(patch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that this rank reads of shards."""
+    real, found = Shards.read, []
+
+    def read(self: Shards, *given: Any) -> torch.Tensor:
+        value = real(self, *given)
+        found.append(value.nbytes)
+        return value
+
+    patch.setattr(Shards, "read", read)
+    return found
+
+
 def put_back_all_but(moment: str, patch: pytest.MonkeyPatch) -> None:
     """Of the last parameter."""
     real = ZeroEngine._put_part
@@ -124,6 +138,7 @@ def run(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     output = Output(state)
     checkpoints = Checkpoints(state.config, state.policy, state.engine, world, state.facts, "run")
     notes: list[str] = []
+    read: list[int] = []
     if source := cell["source"]:
         found = resume.find(str(folder / source), folder / cell["name"])
         assert found is not None
@@ -133,6 +148,7 @@ def run(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
         if world.size > 1:
             refused_together(found, state, world)
         with pytest.MonkeyPatch.context() as patch:
+            read = counted(patch)
             if cell["without"]:
                 put_back_all_but(cell["without"], patch)
             state.restore(resume.restore(found.path, state.engine, world, state.facts))
@@ -145,7 +161,9 @@ def run(folder: Path, cell: dict[str, Any], world: World) -> dict[str, Any]:
     world.barrier()
     if source and world.is_main:
         shutil.rmtree(folder / cell["name"])
-    return at_once | {"records": records, "notes": notes}
+    trained = sum(math.prod(shape) for shape in state.facts.trained.values())
+    bytes_read = sum(itertools.chain(*world.gather_objects(read))) / trained
+    return at_once | {"records": records, "notes": notes, "bytes_read": bytes_read}
 
 
 def main() -> None:

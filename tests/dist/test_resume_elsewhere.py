@@ -83,6 +83,8 @@ def test_3_2_a_run_goes_on_on_other_ranks_and_in_another_stage(tmp_path: Path) -
     found |= launch("again", hops[2:], tmp_path, 1, 29735)
     for hop in hops:
         compare(hop, found[hop["source"]], found[hop["name"]])
+    # launch/README.md: 16T in stage 3; in stage 2 12T and 4T a rank.
+    assert [found[hop["name"]]["bytes_read"] for hop in hops] == [16, 12 + 4 * 2, 12 + 4]
     source, without = found[control["source"]], found["control"]
     lost = {name for name, held in source["held"].items() if without["held"][name] != held}
     assert len(lost) == 1 and lost.pop().endswith(" exp_avg"), "of one weight a moment was not put back"
@@ -94,6 +96,8 @@ def test_3_2_a_run_goes_on_on_other_ranks_and_in_another_stage(tmp_path: Path) -
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1800)
 def test_3_2_every_stage_to_every_stage(tmp_path: Path, results: Callable[[str, dict[str, Any]], None]) -> None:
     """Between 1 and 2 ranks all of them, full; some of LoRA, bf16, 4-bit, SGD, optimizer offload and 3 ranks, which
     divide no weight."""
