@@ -11,6 +11,7 @@ import pytest
 
 from tests.bad_input import CASES, Change
 from tests.tiny_run import RUN_FILE, write_run
+from trainer import interrupts
 from trainer.__main__ import main
 from trainer.world import World
 
@@ -31,7 +32,7 @@ def folder(right: Path, tmp_path: Path, world: World, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(target / "extensions"))
     monkeypatch.setattr("trainer.run.connect", lambda *_, **__: world)
     monkeypatch.setattr("trainer.run.disconnect", lambda: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in interrupts.KINDS}
     yield target
     for number, handler in handlers.items():
         signal.signal(number, handler)
