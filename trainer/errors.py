@@ -86,3 +86,7 @@ class Interrupted(RunEnd):
     """Ctrl-C; the ranks have agreed where they stop."""
 
     exit_code = 130
+
+
+KINDS = {kind.__name__: kind for kind in (Refused, Stopped, NoCheckpoint, Lost, Preempted, Interrupted)}
+"""Those that ranks agree on, by name."""
