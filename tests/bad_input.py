@@ -131,8 +131,15 @@ class Own(PretrainedConfig): model_type = "own"
 
 
 def model_with_code(folder: Path) -> None:
-    config_with(model_type="own", auto_map={"AutoConfig": "own_code.Own"})(folder)
-    model("own_code.py", OWN_CODE)(folder)
+    own_code(folder / "model")
+
+
+def own_code(model: Path) -> None:
+    """Makes of a model's folder one whose code makes a folder."""
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own_code.Own"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "own_code.py").write_text(OWN_CODE)
 
 
 def sharded(weight_map: Any) -> Change:

@@ -38,6 +38,12 @@ def load(path: str, arguments: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def load_foreign(path: str, arguments: Sequence[str] = ()) -> RunConfig:
+    """The same of a run file that came with weights: that a model's code may run is said on the command line, or not
+    at all."""
+    return load(path, ("--model.trust_remote_code", "false", *arguments))
+
+
 def _reward_names(tree: dict[str, Any]) -> tuple[str, ...]:
     rewards = tree.get("reward")
     if not isinstance(rewards, list):

@@ -70,6 +70,8 @@ def loaded(model: Model, load: Callable[[], T], key: str = POLICY, kind: str = "
         if asked_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:400] or type(error).__name__
+        if "trust_remote_code" in str(error) and not model.trust_remote_code:
+            fix = "another model; or, of code that you have read, --model.trust_remote_code true on the command line"
         raise Refused(f"{key} = {model.name_or_path}: transformers cannot load it: {reason}\nFix: {fix}.") from error
 
 
