@@ -133,7 +133,7 @@ def test_s3_the_run_file_says_that_code_of_its_own_model_may_run_and_no_other(
     folder: Path, evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint's whole model may be anyone's."""
-    foreign = Path(shutil.copytree(folder / "full/model", tmp_path / "model"))
+    foreign = Path(shutil.copytree(folder / "full/model", tmp_path / "theirs"))
     own_code(foreign)
     text = (folder / "full.toml").read_text()
     (folder / "trusting.toml").write_text(text.replace("trust_remote_code = false", "trust_remote_code = true"))
