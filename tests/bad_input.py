@@ -165,6 +165,10 @@ def adapter_config_with(**fields: Any) -> Change:
     return file("start/adapter_config.json", json.dumps(ADAPTER | {"target_modules": ["q_proj"]} | fields))
 
 
+def start_code(folder: Path) -> None:
+    (folder / "start/code.py").write_text("import os\nos.mkdir('canary')\n")
+
+
 def data_folder_with_a_script(folder: Path) -> None:
     (folder / "set").mkdir()
     (folder / "set/set.py").write_text("import os\nos.mkdir('canary')\n")
@@ -323,6 +327,16 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
         both(adapter, adapter_config_with(base_model_name_or_path=["model"])),
         START,
         ("base_model_name_or_path",),
+    ),
+    "a4 adapter that names code": (
+        both(adapter, adapter_config_with(megatron_config={"a": 1}, megatron_core="start.code"), start_code),
+        START,
+        ("lora.start_adapter = start", "'start.code' as megatron_core", "Fix: "),
+    ),
+    "a4 adapter that names PEFT's megatron": (
+        both(adapter, adapter_config_with(megatron_config={"a": 1})),
+        START,
+        ("lora.start_adapter = start", "megatron_config"),
     ),
     # the data
     "d9 a folder with a loading script": (data_folder_with_a_script, "--data.source set", ("set",)),

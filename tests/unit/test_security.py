@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import peft
 import pytest
 from huggingface_hub import HfApi
 
@@ -150,6 +151,16 @@ def test_s15_every_locked_release_has_hashes_and_is_the_one_installed() -> None:
     assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", release) for release in releases)
     installed = {name: importlib.metadata.version(name).partition("+")[0] for name in locked}
     assert installed == locked
+
+
+def test_s3_peft_imports_by_no_other_key_of_an_adapter() -> None:
+    """models/source.py refuses megatron_core; auto.py is of AutoPeftModel, which is not used."""
+    package = Path(peft.__file__).parent
+    found = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if "import_module" in path.read_text()
+    }
+    assert found == {"tuners/lora/tp_layer.py", "auto.py"}
+    assert "AutoPeft" not in "".join((ROOT / path).read_text("utf-8") for path in SOURCES)
 
 
 @pytest.mark.parametrize(

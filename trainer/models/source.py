@@ -25,6 +25,8 @@ OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?:[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLES, SAFE = re.compile(r"pytorch_model.*\.bin(\.index\.json)?"), re.compile(r"model.*\.safetensors(\.index\.json)?")
 LFS_POINTER = b"version https://git-lfs"
+MEGATRON = "megatron.core"
+"""PEFT's own megatron_core, not imported without a megatron_config; it imports by no other key of an adapter."""
 SECONDS_TO_REACH_THE_HUB = 10.0
 A_PICKLE = "a pickle, which can hold code and is not read"
 POLICY = "model.name_or_path"
@@ -96,6 +98,12 @@ def adapter_config(folder: Path, lora: Lora) -> dict[str, Any]:
         )
     if saved.get("peft_type") != "LORA":
         raise Refused(f"{where}: its peft_type is {saved.get('peft_type')}, expected LORA.")
+    if saved.get("megatron_config") or saved.get("megatron_core", MEGATRON) not in (None, MEGATRON):
+        raise Refused(
+            f"{where}: adapter_config.json names {saved.get('megatron_core')!r} as megatron_core, which PEFT would import, "
+            "whatever code it is. Expected an adapter of plain linear layers. Fix: take out megatron_config and "
+            "megatron_core, or another adapter."
+        )
     if not (folder / "adapter_model.safetensors").is_file():
         fix = "copy the whole folder"
         if (folder / "adapter_model.bin").is_file():
