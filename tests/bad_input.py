@@ -165,8 +165,10 @@ def adapter_config_with(**fields: Any) -> Change:
     return file("start/adapter_config.json", json.dumps(ADAPTER | {"target_modules": ["q_proj"]} | fields))
 
 
-def start_code(folder: Path) -> None:
-    (folder / "start/code.py").write_text("import os\nos.mkdir('canary')\n")
+def megatron_code(folder: Path) -> None:
+    """PEFT imports what begins with "megatron", and a folder beside the run file may be called so."""
+    (folder / "megatron").mkdir()
+    (folder / "megatron/code.py").write_text("import os\nos.mkdir('canary')\n")
 
 
 def data_folder_with_a_script(folder: Path) -> None:
@@ -329,9 +331,9 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
         ("base_model_name_or_path",),
     ),
     "a4 adapter that names code": (
-        both(adapter, adapter_config_with(megatron_config={"a": 1}, megatron_core="start.code"), start_code),
+        both(adapter, adapter_config_with(megatron_config={"a": 1}, megatron_core="megatron.code"), megatron_code),
         START,
-        ("lora.start_adapter = start", "'start.code' as megatron_core", "Fix: "),
+        ("lora.start_adapter = start", "'megatron.code' as megatron_core", "Fix: "),
     ),
     "a4 adapter that names PEFT's megatron": (
         both(adapter, adapter_config_with(megatron_config={"a": 1})),

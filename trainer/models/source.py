@@ -100,8 +100,8 @@ def adapter_config(folder: Path, lora: Lora) -> dict[str, Any]:
         raise Refused(f"{where}: its peft_type is {saved.get('peft_type')}, expected LORA.")
     if saved.get("megatron_config") or saved.get("megatron_core", MEGATRON) not in (None, MEGATRON):
         raise Refused(
-            f"{where}: adapter_config.json names {saved.get('megatron_core')!r} as megatron_core, which PEFT would import, "
-            "whatever code it is. Expected an adapter of plain linear layers. Fix: take out megatron_config and "
+            f"{where}: adapter_config.json names {saved.get('megatron_core')!r} as megatron_core, which PEFT would "
+            "import, whatever code it is. Expected an adapter of plain linear layers. Fix: take out megatron_config and "
             "megatron_core, or another adapter."
         )
     if not (folder / "adapter_model.safetensors").is_file():
