@@ -2,11 +2,13 @@
 
 import ast
 import importlib.metadata
+import json
 import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import peft
 import pytest
@@ -151,6 +153,27 @@ def test_s15_every_locked_release_has_hashes_and_is_the_one_installed() -> None:
     assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", release) for release in releases)
     installed = {name: importlib.metadata.version(name).partition("+")[0] for name in locked}
     assert installed == locked
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("named", ["other/model--code.Own", ["other/model--code.Own", None]], ids=str)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_s3_a_pinned_commit_does_not_lead_to_another_repository(
+    file: str, named: Any, is_local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "models--owner--model/snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / file).write_text(json.dumps({"auto_map": {"AutoConfig": named}}))
+    for place in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.constants.HF_HUB_CACHE"):
+        monkeypatch.setattr(place, str(tmp_path))
+    name = str(folder) if is_local else "owner/model"
+    model = Model(name_or_path=name, trust_remote_code=True, revision="" if is_local else commit)
+    with pytest.raises(Refused, match=r"model\.trust_remote_code: .*other/model--code\.Own.*Fix: "):
+        loaded(model, lambda: "loaded")
+    (folder / file).write_text(json.dumps({"auto_map": {"AutoConfig": "code.Own"}}))
+    assert loaded(model, lambda: "loaded") == "loaded"
 
 
 def test_s3_peft_imports_by_no_other_key_of_an_adapter() -> None:

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from transformers.utils import cached_file
 
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
@@ -65,6 +66,8 @@ def loaded(model: Model, load: Callable[[], T], key: str = POLICY, kind: str = "
         _check_name(model, key)
         fix = f"give the name of a {kind} on the hub, or the folder of one"
     try:
+        if model.trust_remote_code:
+            _check_own_code(model)
         return load()
     except Refused:
         raise
@@ -101,8 +104,8 @@ def adapter_config(folder: Path, lora: Lora) -> dict[str, Any]:
     if saved.get("megatron_config") or saved.get("megatron_core", MEGATRON) not in (None, MEGATRON):
         raise Refused(
             f"{where}: adapter_config.json names {saved.get('megatron_core')!r} as megatron_core, which PEFT would "
-            "import, whatever code it is. Expected an adapter of plain linear layers. Fix: take out megatron_config and "
-            "megatron_core, or another adapter."
+            "import, whatever code it is. Expected an adapter of plain linear layers. Fix: take out megatron_config "
+            "and megatron_core, or another adapter."
         )
     if not (folder / "adapter_model.safetensors").is_file():
         fix = "copy the whole folder"
@@ -162,6 +165,20 @@ def _instead_of_a_config(folder: Path, key: str) -> str:
     if inside:
         return f"Did you mean {inside[0]}?"
     return "Fix: give the folder that holds config.json, weights and tokenizer."
+
+
+def _check_own_code(model: Model) -> None:
+    """Refused where the code would come from another repository: at whatever commit that has at the time."""
+    for name in ("config.json", "tokenizer_config.json"):
+        absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        file = cached_file(model.name_or_path, name, revision=model.revision or None, **absent)
+        found = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        named = json.dumps(found.get("auto_map"))
+        if "--" in named:
+            raise Refused(
+                f"model.trust_remote_code: {name} of {model.name_or_path} names code of another repository, which no "
+                f"commit pins: auto_map = {named:.200}. Fix: a folder with that code in it, and auto_map without `--`."
+            )
 
 
 def _check_name(model: Model, key: str) -> None:
