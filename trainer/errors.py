@@ -3,6 +3,7 @@ no key of an account."""
 
 import os
 import re
+import unicodedata
 
 # OpenAI and DashScope, Hugging Face, GitHub, AWS, Google, Slack; an HTTP header; a URL with a password.
 KEYS = re.compile(
@@ -20,6 +21,21 @@ def redacted(text: str) -> str:
         if NAMES_OF_KEYS.search(name) and len(value) >= SHORTEST_KEY and not value.startswith(("/", ".", "~")):
             text = text.replace(value, "[secret]")
     return KEYS.sub("[secret]", text)
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: newlines stay, every other control or format character is shown as its escape.
+
+    Cc: escape sequences. Cf: bidirectional overrides. Cs: lone surrogates, which cannot be printed. Zl, Zp: new lines.
+    """
+    return "".join(
+        char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else escape(char)
+        for char in text
+    )
+
+
+def escape(char: str) -> str:
+    return {"\t": "\\t", "\r": "\\r"}.get(char) or char.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
 class RunEnd(Exception):

@@ -233,7 +233,7 @@ def preflight_run(config: RunConfig, folder: Path, *, ranks: int, hostfile: str,
         finally:
             disconnect()
     if world.is_main:
-        say(json.dumps(record(found), ensure_ascii=False) if as_json else page(found))
+        say(json.dumps(record(found)) if as_json else page(found))
     return Refused.exit_code if found.errors else 0
 
 

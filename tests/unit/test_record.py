@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trainer.batch import Completion, Prompt
-from trainer.errors import Refused
-from trainer.record.console import BeforeAfter, before_after_table, printable, progress_line, sample_block, shortened
+from trainer.errors import Refused, printable
+from trainer.record.console import BeforeAfter, before_after_table, progress_line, sample_block, shortened
 from trainer.record.environment import collect
 from trainer.record.metrics import Sums
 from trainer.record.rollout_rows import FIELDS, read_rollouts, row

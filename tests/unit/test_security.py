@@ -2,8 +2,10 @@
 
 import ast
 import importlib.metadata
+import io
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +16,11 @@ import peft
 import pytest
 from huggingface_hub import HfApi
 
+from tests.tiny_run import RUN_FILE
+from trainer.__main__ import main
 from trainer.config.sections import Model
 from trainer.errors import Refused
+from trainer.launcher import say
 from trainer.models.source import loaded
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +119,63 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 )
 def test_what_runs_code_would_be_seen(line: str) -> None:
     assert len(list(faults("trainer/x.py", ast.parse(line)))) == 1
+
+
+PRINTERS = {
+    "trainer/__main__.py": "recipes and keys, which are of this package",
+    "trainer/launcher/speech.py": "say and report",
+    "trainer/launcher/probe.py": "JSON for another process of ours",
+    "trainer/preflight/bandwidth.py": "JSON for another process of ours",
+}
+"""All that may write to the terminal without launcher.say, and what."""
+
+
+def test_s7_all_that_is_printed_goes_through_say() -> None:
+    found = {
+        path for path in SOURCES if re.search(r"std(out|err)\.write|(?<!\.)\bprint\(", (ROOT / path).read_text("utf-8"))
+    }
+    assert {path for path in found if path.startswith("trainer/")} == set(PRINTERS)
+
+
+def test_s7_what_is_said_cannot_steer_the_terminal_or_fail_to_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column names, keys, names of files: whoever made what is read chooses them. UTF-8 has no lone surrogates."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict", write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    say("a\x1b]0;title\x07 \x9b2J \u202eb \ud800\n\tc 中文")
+    assert stream.buffer.getvalue().decode() == "a\\x1b]0;title\\x07 \\x9b2J \\u202eb \\ud800\n\\tc 中文\n"
+
+
+HOSTILE = "\x1b]0;p\x07\x9b2J\u202e"
+
+
+def hostile_rows(folder: Path) -> list[str]:
+    (folder / "rows.jsonl").write_text(json.dumps({HOSTILE + "\ud800": "x"}) + "\n")
+    return ["data", "check", str(folder / "rows.jsonl")]
+
+
+def hostile_hosts(folder: Path) -> list[str]:
+    return ["hosts", str(folder / HOSTILE)]
+
+
+def hostile_run_file(folder: Path) -> list[str]:
+    (folder / "run.toml").write_text('"\\u001b]0;p\\u0007\\u009b2J\\u202e" = 1\n')
+    return ["train", str(folder / "run.toml")]
+
+
+def hostile_records(folder: Path) -> list[str]:
+    (folder / "run_status.json").write_text(json.dumps({"state": "stopped", "reason": HOSTILE, "step": 1}))
+    (folder / "config.toml").write_text(RUN_FILE)
+    return ["doctor", str(folder)]
+
+
+@pytest.mark.parametrize("made", [hostile_rows, hostile_hosts, hostile_run_file, hostile_records])
+def test_s7_no_command_passes_on_what_steers_the_terminal(
+    made: Any, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert main(made(tmp_path)) in (0, 1, 2)
+    out, err = capfdbinary.readouterr()
+    text = (out + err).decode("utf-8")
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e"} and "\\x1b" in text
 
 
 def test_s5_s14_no_script_evaluates_data_or_ends_by_name() -> None:

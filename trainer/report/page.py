@@ -11,8 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import Refused
-from trainer.record.console import printable
+from trainer.errors import Refused, printable
 from trainer.report.curves import charts
 from trainer.report.read import Row, Run, is_finite, read_object, read_runs
 from trainer.report.rollouts import choose

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.record.console import printable
+from trainer.errors import printable
 from trainer.report.marks import marked_share, pieces
 from trainer.report.read import Row, Run, is_finite, parsed
 
