@@ -10,7 +10,10 @@ KEYS = re.compile(
     r"\b(sk-[\w-]{8,}|hf_[A-Za-z0-9]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|xox[abp]-[\w-]{10,})"
     r"|\bBearer\s+\S{8,}|://[^/\s:@]+:[^/\s:@]+@"
 )
-NAMES_OF_KEYS = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+NAMES_OF_KEYS = re.compile(r"TOKEN(?!IZ)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+"""Of variables, anywhere in the name: JUDGE_KEY_2."""
+KEYS_OF_RUN: set[str] = set()
+"""Variables that hold a key whatever they are called: every key_env of the run file."""
 SHORTEST_KEY = 8
 
 
@@ -18,7 +21,8 @@ def redacted(text: str) -> str:
     """``text`` without what looks like a key, and without every key that the environment holds: what fails may quote
     one, a service its header or a reward function its arguments."""
     for name, value in os.environ.items():
-        if NAMES_OF_KEYS.search(name) and len(value) >= SHORTEST_KEY and not value.startswith(("/", ".", "~")):
+        named = name in KEYS_OF_RUN or NAMES_OF_KEYS.search(name)
+        if named and len(value) >= SHORTEST_KEY and not value.startswith(("/", ".", "~")):
             text = text.replace(value, "[secret]")
     return KEYS.sub("[secret]", text)
 
