@@ -22,6 +22,7 @@ from trainer.data_tools.forms import CONVERSATIONS, NAMES, as_messages
 from trainer.data_tools.survey import FLAGS, Survey, messages_of, second_reading, survey
 from trainer.errors import Refused
 from trainer.launcher import say
+from trainer.record.own_files import open_new
 
 Target = Literal["prompt", "seed", "slime", "openai", "sharegpt"]
 Row = dict[str, Any]
@@ -237,7 +238,7 @@ def _beside(file: Path) -> Iterator[TextIO]:
     """What becomes ``file`` by a rename; gone afterwards when it was not renamed."""
     temporary = _temporary(file)
     try:
-        with temporary.open("w+", encoding="utf-8", newline="\n") as stream:
+        with open_new(temporary) as stream:
             yield stream
     finally:
         temporary.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import Refused, printable
+from trainer.record.own_files import open_new
 from trainer.report.curves import charts
 from trainer.report.read import Row, Run, is_finite, read_object, read_runs
 from trainer.report.rollouts import choose
@@ -29,7 +30,8 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     target = out or paths[0] / "report.html"
     beside = target.with_name(f".{target.name}.tmp")
     try:
-        beside.write_text(page(runs), encoding="utf-8")
+        with open_new(beside) as file:
+            file.write(page(runs))
         os.replace(beside, target)
     except OSError as error:
         raise Refused(
