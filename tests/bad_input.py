@@ -134,8 +134,15 @@ class Own(PretrainedConfig): model_type = "own"
 
 
 def model_with_code(folder: Path) -> None:
-    config_with(model_type="own", auto_map={"AutoConfig": "own_code.Own"})(folder)
-    model("own_code.py", OWN_CODE)(folder)
+    own_code(folder / "model")
+
+
+def own_code(model: Path) -> None:
+    """Makes of a model's folder one whose code makes a folder."""
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own_code.Own"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "own_code.py").write_text(OWN_CODE)
 
 
 def sharded(weight_map: Any) -> Change:
@@ -159,6 +166,12 @@ def with_nan(weights: dict[str, Any]) -> None:
 
 def adapter_config_with(**fields: Any) -> Change:
     return file("start/adapter_config.json", json.dumps(ADAPTER | {"target_modules": ["q_proj"]} | fields))
+
+
+def megatron_code(folder: Path) -> None:
+    """PEFT imports what begins with "megatron", and a folder beside the run file may be called so."""
+    (folder / "megatron").mkdir()
+    (folder / "megatron/code.py").write_text("import os\nos.mkdir('canary')\n")
 
 
 def data_folder_with_a_script(folder: Path) -> None:
@@ -323,6 +336,16 @@ CASES: dict[str, tuple[Change, str, tuple[str, ...]]] = {
         both(adapter, adapter_config_with(base_model_name_or_path=["model"])),
         START,
         ("base_model_name_or_path",),
+    ),
+    "a4 adapter that names code": (
+        both(adapter, adapter_config_with(megatron_config={"a": 1}, megatron_core="megatron.code"), megatron_code),
+        START,
+        ("lora.start_adapter = start", "'megatron.code' as megatron_core", "Fix: "),
+    ),
+    "a4 adapter that names PEFT's megatron": (
+        both(adapter, adapter_config_with(megatron_config={"a": 1})),
+        START,
+        ("lora.start_adapter = start", "megatron_config"),
     ),
     # the data
     "d9 a folder with a loading script": (data_folder_with_a_script, "--data.source set", ("set",)),

@@ -17,6 +17,7 @@ from trainer.data_tools import command as data
 from trainer.errors import Lost, OutOfMemory, Refused, RunEnd
 from trainer.eval_run.command import add_commands as add_eval
 from trainer.interrupts import leave
+from trainer.launcher import say
 from trainer.launcher.handover import accept
 from trainer.launcher.speech import WRAPPED, report
 from trainer.quiet import quiet_libraries
@@ -107,7 +108,7 @@ def preflight(arguments: argparse.Namespace, overrides: list[str]) -> int:
     except Refused as refusal:
         if not arguments.json:
             raise
-        sys.stdout.write(json.dumps(refused_record(refusal.problems), ensure_ascii=False) + "\n")
+        say(json.dumps(refused_record(refusal.problems)))
         return refusal.exit_code
 
 
@@ -127,7 +128,7 @@ def doctor(arguments: argparse.Namespace, overrides: list[str]) -> int:
         from trainer.doctor.command import diagnose
 
         found = diagnose(arguments.target, overrides)
-    sys.stdout.write((json.dumps(found.record(), indent=2) if arguments.json else found.text()) + "\n")
+    say(json.dumps(found.record(), indent=2) if arguments.json else found.text())
     return 1 if found.causes else 0
 
 
@@ -139,15 +140,17 @@ def hosts(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.model and not arguments.probe:
         raise Refused("--model: a folder that --probe compares on the hosts. Fix: add --probe.")
     found = selected(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
-    sys.stdout.write(table(found) + "\n")
+    say(table(found))
     if arguments.probe:
         answers = survey(found, arguments.model)
-        sys.stdout.write(f"\n{side_by_side}\n" if (side_by_side := compared(found, answers)) else "")
+        if side_by_side := compared(found, answers):
+            say(f"\n{side_by_side}")
         if wrong := problems(found, answers):
             raise Refused("these hosts cannot train together:\n" + "\n".join(f"  {one}." for one in wrong))
         from trainer.preflight.bandwidth import between
 
-        sys.stdout.write(f"\n{measured}\n" if (measured := between(found, answers)) else "")
+        if measured := between(found, answers):
+            say(f"\n{measured}")
     return 0
 
 
@@ -232,8 +235,6 @@ def _prepare_libraries() -> None:
     """Said before the imports, which take seconds from a disk that has not read them yet."""
     quiet_libraries()
     if RANK == 0:
-        from trainer.launcher import say
-
         say("loading torch and transformers ...")
 
 
@@ -263,8 +264,6 @@ def _say(message: str) -> None:
         # torchrun ends with a report of its own, which has room for the message: there it is said last, and once.
         Path(report).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
     else:
-        from trainer.launcher import say
-
         say(f"\n{message}")
 
 

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import shutil
+import unicodedata
 from pathlib import Path
 
 # OpenAI and DashScope, Hugging Face, GitHub, AWS, Google, Slack; an HTTP header; a URL with a password.
@@ -12,7 +13,10 @@ KEYS = re.compile(
     r"\b(sk-[\w-]{8,}|hf_[A-Za-z0-9]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|xox[abp]-[\w-]{10,})"
     r"|\bBearer\s+\S{8,}|://[^/\s:@]+:[^/\s:@]+@"
 )
-NAMES_OF_KEYS = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+NAMES_OF_KEYS = re.compile(r"TOKEN(?!IZ)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+"""Of variables, anywhere in the name: JUDGE_KEY_2."""
+KEYS_OF_RUN: set[str] = set()
+"""Variables that hold a key whatever they are called: every key_env of the run file."""
 SHORTEST_KEY = 8
 
 
@@ -20,9 +24,25 @@ def redacted(text: str) -> str:
     """``text`` without what looks like a key, and without every key that the environment holds: what fails may quote
     one, a service its header or a reward function its arguments."""
     for name, value in os.environ.items():
-        if NAMES_OF_KEYS.search(name) and len(value) >= SHORTEST_KEY and not value.startswith(("/", ".", "~")):
+        named = name in KEYS_OF_RUN or NAMES_OF_KEYS.search(name)
+        if named and len(value) >= SHORTEST_KEY and not value.startswith(("/", ".", "~")):
             text = text.replace(value, "[secret]")
     return KEYS.sub("[secret]", text)
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: newlines stay, every other control or format character is shown as its escape.
+
+    Cc: escape sequences. Cf: bidirectional overrides. Cs: lone surrogates, which cannot be printed. Zl, Zp: new lines.
+    """
+    return "".join(
+        char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else escape(char)
+        for char in text
+    )
+
+
+def escape(char: str) -> str:
+    return {"\t": "\\t", "\r": "\\r"}.get(char) or char.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
 class RunEnd(Exception):
@@ -102,3 +122,7 @@ class Interrupted(RunEnd):
     """Ctrl-C; the ranks have agreed where they stop."""
 
     exit_code = 130
+
+
+KINDS = {kind.__name__: kind for kind in (Refused, Stopped, NoCheckpoint, Lost, Preempted, Interrupted)}
+"""Those that ranks agree on, by name."""

@@ -21,7 +21,6 @@ from trainer.record.console import (
     before_after_table,
     kl_line,
     preflight_block,
-    printable,
     progress_line,
     sample_block,
     with_error,
@@ -140,7 +139,7 @@ class Output:
             for alarm in alarms:
                 self.directory.append_alarm(alarm.record() | {"evidence": shown})
                 self.state.notes += self.trackers.log({f"alarm/{alarm.alarm}": float(alarm.count)}, alarm.step)
-                say(printable(self._said_of(alarm, shown)))
+                say(self._said_of(alarm, shown))
 
         self.world.write_on_main(self.path, write)
         return alarms

@@ -14,7 +14,7 @@ from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.save import PROGRESS, Checkpoints
 from trainer.checkpoint.store import Found
 from trainer.config import RunConfig
-from trainer.errors import Interrupted, Lost, NoCheckpoint, OutOfMemory, Preempted, Refused, RunEnd
+from trainer.errors import KINDS, Interrupted, Lost, NoCheckpoint, OutOfMemory, Preempted, Refused, RunEnd, Stopped
 from trainer.launcher import say, watchdog
 from trainer.launcher.hosts import read_hostfile
 from trainer.models.skeleton import is_here
@@ -159,11 +159,11 @@ def _found(config: RunConfig, world: World, wanted: Resume) -> tuple[Found | Non
         try:
             found, goes_on = resume.locate(wanted.asked, Path(config.run.dir), config.checkpoint.verify)
         except RunEnd as end:
-            error = (type(end), str(end))
+            error = (type(end).__name__, str(end))
     found, goes_on, error = world.gather_objects((found, goes_on, error))[0]
     if error:
         kind, message = error
-        raise kind(message)
+        raise KINDS.get(kind, Stopped)(message)
     if found and not (found.path / manifest.NAME).is_file():
         raise NoCheckpoint(f"{found.path} is not there. Fix: a path that every host sees.")
     return found, goes_on
@@ -241,7 +241,7 @@ def preflight_run(config: RunConfig, folder: Path, *, ranks: int, hostfile: str,
         finally:
             disconnect()
     if world.is_main:
-        say(json.dumps(record(found), ensure_ascii=False) if as_json else page(found))
+        say(json.dumps(record(found)) if as_json else page(found))
     return Refused.exit_code if found.errors else 0
 
 

@@ -6,7 +6,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import heartbeat
-from trainer.errors import Lost, Refused, RunEnd, refused_by_disk
+from trainer.errors import KINDS, Lost, Refused, RunEnd, Stopped, refused_by_disk
 
 SECONDS_TO_MEET = 600.0
 """For all ranks to begin and import, from a cold disk on another host, say."""
@@ -55,12 +55,13 @@ class World:
         return found
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank: numbers, text, containers, records and errors of ours.
+        """Every rank's value, in rank order, on every rank: numbers, text, containers and records of ours.
 
         Lost where anything else arrives. torch's own ``all_gather_object`` would run what it is told to, and whoever
         reaches the ranks' ports can tell.
         """
-        told = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        _Writer(written := io.BytesIO()).dump(value)
+        told = torch.frombuffer(bytearray(written.getbuffer()), dtype=torch.uint8).to(self.device)
         sizes = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         heartbeat.met()
         dist.all_gather(sizes, torch.tensor([len(told)], device=self.device))
@@ -69,7 +70,7 @@ class World:
         dist.all_gather(all_told, torch.nn.functional.pad(told, (0, longest - len(told))))
         pieces = [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(all_told, sizes, strict=True)]
         heartbeat.beat()
-        return [_Reader(io.BytesIO(piece)).load() for piece in pieces]
+        return [_read(piece) for piece in pieces]
 
     def all_reduce_seconds(self, size: int) -> float:
         """Of one all_reduce of ``size`` bytes: the fastest of three, after one that opens the connections."""
@@ -101,33 +102,62 @@ class World:
 
         A rank that raises alone leaves the others waiting in a collective until its time-out.
         """
-        reports = self.gather_objects((None if error is None else (type(error), str(error)), socket.gethostname()))
+        reports = self.gather_objects((error and (type(error).__name__, str(error)), socket.gethostname()))
         met = sorted({host for report, host in reports if report})
         for report, _ in reports:
             if report is not None:
                 kind, message = report
                 # A file that one host lacks, say; the others would look in vain for what is wrong.
                 alone = "" if met == sorted({host for _, host in reports}) else f"\n(on {', '.join(met)} alone)"
-                raise kind(f"{message}{alone}") from error
+                raise KINDS.get(kind, Stopped)(f"{message}{alone}") from error
+
+
+class _Writer(pickle.Pickler):
+    """Of what this rank tells: of a record its type and fields, no state that the reader would have to put back."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type) or not is_dataclass(value):
+            return NotImplemented
+        return type(value), tuple(getattr(value, field.name) for field in fields(value))
 
 
 class _Reader(pickle.Unpickler):
-    """Of what another rank tells. A pickle can name any function and have it called; this one finds records only."""
+    """Of what another rank tells. A pickle can name anything, have it called, and change it; to this one every name is
+    a function of its own that makes a record and that nobody else has, so that there is nothing to change."""
 
     CONTAINERS = (("collections", "Counter"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"))
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if (module, name) in self.CONTAINERS else None
-        if module.startswith("trainer."):
+        if found is not None:
+            return lambda *values: found(*values)
+        if module.startswith("trainer.") and name.isidentifier():  # a dot would lead into what the module imports
             found = super().find_class(module, name)
-            if not (isinstance(found, type) and (is_dataclass(found) or issubclass(found, RunEnd))):
-                found = None
-        if found is None:
-            raise Lost(
-                f"a rank that sent {module}.{name}, which no rank sends: another program has joined, or the hosts run "
-                "different versions of zero-grpo. Fix: keep the ranks' ports inside a private network."
-            )
-        return found
+        if not (isinstance(found, type) and is_dataclass(found) and found.__module__ == module):
+            raise Lost(f"a rank sent {module}.{name}, which no rank sends: {STRANGER}")
+        return lambda *values: _record(found, values)
+
+
+STRANGER = (
+    "another program has joined, or the hosts run different versions of zero-grpo. Fix: keep the ranks' ports inside a "
+    "private network."
+)
+
+
+def _record(kind: type, values: Sequence[Any]) -> Any:
+    made: Any = object.__new__(kind)
+    for field, value in zip(fields(kind), values, strict=True):
+        object.__setattr__(made, field.name, value)
+    return made
+
+
+def _read(piece: bytes) -> Any:
+    try:
+        return _Reader(io.BytesIO(piece)).load()
+    except Lost:
+        raise
+    except Exception as error:  # pickle raises whatever its steps run into
+        raise Lost(f"a rank sent what cannot be read ({type(error).__name__}: {error}): {STRANGER}") from error
 
 
 def connect(device: str, *, timeout_seconds: float, seconds_to_meet: float = SECONDS_TO_MEET) -> World:

@@ -52,6 +52,7 @@ def test_b93_bad_input_is_refused_in_one_message(
     start = time.monotonic()
     code = main(["train", "run.toml", *arguments.split()])
     out, err = capfd.readouterr()
+    assert not (folder / "canary").exists(), "code of the input has run"
     assert code == 2
     phases, refusal, message = out.partition("\nrefused: ")
     assert all(line.endswith(" ...") for line in phases.splitlines())

@@ -164,6 +164,32 @@ def test_k4_pickles_are_looked_into_whatever_is_checked(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.parametrize("linked", ["deepspeed", "deepspeed/states.pt", "deepspeed/more.pt", manifest.NAME])
+def test_k4_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path, linked: str) -> None:
+    """Signed again without it: nothing of what DeepSpeed would load there is listed, hashed or looked into."""
+    folder = checkpoint(tmp_path, 7)
+    aside = tmp_path / "payload"
+    if (folder / linked).exists():
+        (folder / linked).rename(aside)
+    else:
+        torch.save({"more": Runs(tmp_path / "canary")}, aside)
+    content = manifest.read(folder) if linked != manifest.NAME else manifest.read(checkpoint(tmp_path, 8))
+    kept = {name: told for name, told in content.files.items() if not name.startswith(linked)}
+    if linked != manifest.NAME:
+        manifest.write(folder, replace(content, files=kept))
+    (folder / linked).symlink_to(aside)
+    with pytest.raises(NoCheckpoint, match=f"{linked}: a link or a device") as refusal:
+        manifest.verify(folder)
+    assert "Fix: " in str(refusal.value) and not (tmp_path / "canary").exists()
+
+
+def test_k4_a_pipe_in_a_checkpoint_is_not_opened(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 7)
+    os.mkfifo(folder / "deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(NoCheckpoint, match="a link or a device"):
+        manifest.verify(folder)
+
+
 def test_a_file_that_was_added_is_found(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, 7)
     (folder / "deepspeed/more.pt").write_bytes(b"")

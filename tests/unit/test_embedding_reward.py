@@ -2,7 +2,11 @@
 
 import json
 import pickle
+import shutil
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -208,7 +212,7 @@ def no_tokenizer(folder: Path) -> None:
     ("broken", "said"),
     [
         (no_pooling, ["no modules.json there", "CLS or mean"]),
-        (own_code, ["custom.Pooling, code of its own, which is never run"]),
+        (own_code, ["custom.Pooling", "code of its own is never run"]),
         (other_pooling, ["pooling max", "pip install 'zero-grpo[embed]'"]),
         (other_stage, ["names LSTM", "pip install 'zero-grpo[embed]'"]),
         (untrained_head, ["2_Dense has no weights", "never trained makes random rewards"]),
@@ -231,6 +235,48 @@ def test_a_folder_that_is_no_whole_encoder_is_refused(
         RewardRuntime([Reward(name="close", kind="embedding", path=str(folder))], tmp_path).load(CPU)
     assert [part for part in said if part not in str(refused.value)] == []
     assert str(folder) in str(refused.value) and "model.name_or_path" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        ({"type": "sentence_transformers.models.Router"}, "Router, none of the modules"),
+        ({"type": "sentence_transformers.base.modules.router.Router"}, "Router, none of the modules"),
+        ({"type": "sentence_transformers.models.WordEmbeddings"}, "WordEmbeddings, none of the modules"),
+        ({"type": "sentence_transformers.util.import_from_string"}, "none of the modules"),
+        ({"type": "sentence_transformers.models.Transformer"}, "one Transformer, the first"),
+        ({"path": "../payload"}, "names ../payload, outside of its folder"),
+        ({"settings": "code.Activation"}, "names code.Activation, code that is never run"),
+        ({"settings": "torch.hub.load"}, "names torch.hub.load, code that is never run"),
+    ],
+    ids=str,
+)
+def test_s3_a_sentence_encoder_imports_nothing_that_its_files_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: dict[str, str], said: str
+) -> None:
+    """Where sentence-transformers is installed: a stand-in for it loads whatever it is given."""
+
+    class Loads:
+        @staticmethod
+        def load(folder: str) -> torch.nn.Module:
+            (tmp_path / "canary").mkdir()
+            return torch.nn.Identity()
+
+    package, util = ModuleType("sentence_transformers"), ModuleType("sentence_transformers.util")
+    package.__spec__ = ModuleSpec("sentence_transformers", None)
+    monkeypatch.setattr(util, "import_from_string", lambda name: Loads, raising=False)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", package)
+    monkeypatch.setitem(sys.modules, "sentence_transformers.util", util)
+    folder = write_encoder(tmp_path / "encoder", dense=6)
+    shutil.copytree(folder / "2_Dense", tmp_path / "payload")
+    listed = json.loads((folder / "modules.json").read_text())
+    if "settings" in stage:
+        change(folder, "2_Dense/config.json", activation_function=stage["settings"])
+    else:
+        write_json(folder / "modules.json", [*listed[:2], listed[2] | stage])
+    with pytest.raises(Refused, match=said):
+        RewardRuntime([Reward(name="close", kind="embedding", path=str(folder))], tmp_path).load(CPU)
+    assert not (tmp_path / "canary").exists()
 
 
 def without(missing: str) -> Any:

@@ -1,12 +1,14 @@
 """``zero-grpo eval``: the run's own numbers again, bit for bit, of every kind of weights; nothing is written."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trainer.eval_run.held_out
+from tests.bad_input import own_code
 from tests.tiny_run import start, step, write_run
 from trainer.__main__ import main
 from trainer.checkpoint.export import export
@@ -125,3 +127,19 @@ def test_a_mistake_is_one_message(
     monkeypatch.chdir(folder)
     found, out = evaluated("lora", *words)
     assert found == code and said in out and "Traceback" not in out
+
+
+def test_s3_the_run_file_says_that_code_of_its_own_model_may_run_and_no_other(
+    folder: Path, evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint's whole model may be anyone's."""
+    foreign = Path(shutil.copytree(folder / "full/model", tmp_path / "theirs"))
+    own_code(foreign)
+    text = (folder / "full.toml").read_text()
+    (folder / "trusting.toml").write_text(text.replace("trust_remote_code = false", "trust_remote_code = true"))
+    monkeypatch.chdir(tmp_path)
+    code, out = evaluated("trusting", "--checkpoint", str(foreign))
+    assert code == 2 and "--model.trust_remote_code true on the command line" in out
+    assert not (tmp_path / "canary").exists()
+    assert evaluated("trusting", "--checkpoint", str(foreign), "--model.trust_remote_code", "true")[0] == 2
+    assert (tmp_path / "canary").is_dir()

@@ -11,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.bad_input import own_code
 from tests.tiny import tiny_qwen2, tiny_tokenizer
 from tests.tiny_run import start, step, write_run
 from trainer.__main__ import main
@@ -182,3 +183,20 @@ def test_a_base_that_has_moved_can_be_named(folder: Path, tmp_path: Path) -> Non
     out = tmp_path / "out"
     export_checkpoint(source, out, overrides)
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(moved)
+
+
+def test_s3_a_run_from_elsewhere_does_not_say_that_its_code_may_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    foreign = Path(shutil.copytree(folder / "full", tmp_path / "foreign"))
+    shutil.rmtree(foreign / "checkpoints")
+    own_code(foreign / "model")
+    config = (foreign / "config.toml").read_text()
+    (foreign / "config.toml").write_text(config.replace("trust_remote_code = false", "trust_remote_code = true"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(foreign), "out"]) == 2
+    said = capsys.readouterr().out
+    assert "Fix: another model; or, of code that you have read, --model.trust_remote_code true" in said
+    assert not (tmp_path / "canary").exists()
+    assert main(["export", str(foreign), "out", "--model.trust_remote_code", "true"]) == 2  # it has no model class
+    assert (tmp_path / "canary").is_dir()

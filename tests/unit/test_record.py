@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from trainer.batch import Completion, Prompt
-from trainer.errors import Refused
-from trainer.record.console import BeforeAfter, before_after_table, printable, progress_line, sample_block, shortened
+from trainer.checkpoint.store import Store
+from trainer.errors import Refused, printable
+from trainer.record.console import BeforeAfter, before_after_table, progress_line, sample_block, shortened
 from trainer.record.environment import collect
 from trainer.record.metrics import Sums
 from trainer.record.rollout_rows import FIELDS, read_rollouts, row
 from trainer.record.run_dir import RunDirectory
+from trainer.report.page import write_report
 
 STATUS: dict[str, Any] = {"host": "a", "rank": 0, "pid": 1, "run_id": "r"}
 
@@ -326,3 +328,62 @@ def test_without_git_the_reason_is_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", "")
     environment = collect()
     assert "git" not in environment and "No such file" in environment["git_absent"]
+
+
+LINKED = ("rollouts", "samples", "histograms", "eval", "adapter", ".lock", "metrics.jsonl", ".config.toml.tmp")
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_s13_a_run_follows_no_link_out_of_its_directory(tmp_path: Path, name: str) -> None:
+    """One that leads nowhere yet, too: what is appended would begin a file there."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    (directory.path / name).symlink_to(tmp_path / "elsewhere")
+    for begin in (directory.create, directory.lock):
+        with pytest.raises(Refused, match=f"run.dir: .*{name} is a link"):
+            begin()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_s13_checkpoints_may_lie_on_another_disk(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
+    RunDirectory(tmp_path / "run").create()
+
+
+def links(folder: Path, victim: Path, *names: str) -> None:
+    victim.write_text("precious")
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(victim)
+
+
+def test_s13_what_others_put_in_the_way_meanwhile_is_not_written_through(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    victim = tmp_path / "victim"
+    links(
+        directory.path, victim, ".config.toml.tmp", "rollouts/.step-000001.jsonl.tmp", "metrics.jsonl", "alarms.jsonl"
+    )
+    links(directory.path, victim, "checkpoints/.latest.tmp", ".report.html.tmp")
+    directory.write_config("x = 1\n")
+    directory.write_rollouts(1, [])
+    for append in (directory.append_metrics, directory.append_alarm):
+        with pytest.raises(OSError, match="symbolic links"):
+            append({"step": 1})
+    (directory.path / "metrics.jsonl").unlink()
+    directory.append_metrics({"step": 1, "reward_mean": 0.5})
+    Store(directory.path).point("latest", directory.path / "checkpoints/step-000001")
+    write_report([directory.path])
+    assert victim.read_text() == "precious" and (directory.path / "config.toml").read_text() == "x = 1\n"
+    assert not any(path.is_symlink() for path in directory.path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o755, 0), (0o775, 0), (0o777, 1), (0o1777, 0)])
+def test_s13_a_directory_that_all_may_write_in_is_said(tmp_path: Path, mode: int, warned: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    told = RunDirectory(tmp_path / "run").warnings()
+    assert len(told) == warned and all("chmod o-w" in one for one in told)
+    assert RunDirectory(tmp_path / "none").warnings() == []

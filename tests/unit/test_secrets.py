@@ -11,8 +11,10 @@ from types import ModuleType
 
 import pytest
 
+from tests.tiny_run import RUN_FILE
 from trainer.__main__ import main
-from trainer.errors import Refused, redacted
+from trainer.config import load
+from trainer.errors import KEYS_OF_RUN, Refused, redacted
 from trainer.launcher import speech
 
 CANARIES = {
@@ -142,13 +144,49 @@ def test_s7_what_a_message_quotes_is_left_out(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SSH_KEY", "/home/me/.ssh/key")  # a place, no key
     monkeypatch.setenv("SORT_KEY", "length")  # too short for one
-    said = f"{' '.join(CANARIES.values())} http://me:word@host /home/me/.ssh/key length"
-    assert redacted(said) == "[secret] [secret] [secret] [secret] http[secret]host /home/me/.ssh/key length"
+    monkeypatch.setenv("HF_TOKEN_READ", "read-canary")
+    monkeypatch.setenv("TOKENIZER_NAME", "tokenizer-name")
+    said = f"{' '.join(CANARIES.values())} http://me:word@host /home/me/.ssh/key length read-canary tokenizer-name"
+    assert redacted(said) == (
+        "[secret] [secret] [secret] [secret] http[secret]host /home/me/.ssh/key length [secret] tokenizer-name"
+    )
     problem = Refused(said, "another")
     assert "word" not in f"{problem} {problem.problems}"
     monkeypatch.delenv(speech.WRAPPED, raising=False)
     speech.say(said)
     assert capsys.readouterr().out == redacted(said) + "\n"
+
+
+def test_s7_a_key_env_is_a_key_whatever_it_is_called(run_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE", "judge-canary")
+    assert redacted("judge-canary") == "judge-canary"
+    reward = '[[reward]]\nname = "judge"\nkind = "openai"\nmodel = "judge-canary"\nkey_env = "JUDGE"\nurl = "ftp://h"\n'
+    (run_here / "judged.toml").write_text(RUN_FILE + reward)
+    with pytest.raises(Refused, match=r"reward\.judge\.url"):
+        load("judged.toml")
+    assert redacted("judge-canary") == "[secret]"
+    KEYS_OF_RUN.discard("JUDGE")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://tok3n@h", "http://h"),
+        ("http://h:80/v1?api_key=tok3n", "http://h:80"),
+        ("http://h/v1#tok3n", "http://h"),
+        ("http://u:p:tok3n@h/", "http://h"),
+        ("me:tok3n@h/v1", "h"),
+        ("http://a@tok3n@h", "http://h"),
+        ("ftp://h/tok3n", "ftp://h"),
+        ("http://h /\\ntok3n", "http://h "),
+    ],
+)
+def test_s7_a_refused_address_is_shown_without_what_may_be_a_key(url: str, shown: str, run_here: Path) -> None:
+    reward = f'[[reward]]\nname = "judge"\nkind = "openai"\nmodel = "m"\nkey_env = "K_E"\nurl = "{url}"\n'
+    (run_here / "judged.toml").write_text(RUN_FILE + reward)
+    with pytest.raises(Refused) as refusal:
+        load("judged.toml")
+    assert f'reward.judge.url = "{shown}": ' in str(refusal.value) and "tok3n" not in str(refusal.value)
 
 
 def test_s13_a_run_writes_in_its_own_folder_alone(run_here: Path, tmp_path: Path) -> None:

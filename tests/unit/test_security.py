@@ -2,17 +2,25 @@
 
 import ast
 import importlib.metadata
+import io
+import json
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import peft
 import pytest
 from huggingface_hub import HfApi
 
+from tests.tiny_run import RUN_FILE
+from trainer.__main__ import main
 from trainer.config.sections import Model
 from trainer.errors import Refused
+from trainer.launcher import say
 from trainer.models.source import loaded
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +120,63 @@ def test_what_runs_code_would_be_seen(line: str) -> None:
     assert len(list(faults("trainer/x.py", ast.parse(line)))) == 1
 
 
+PRINTERS = {
+    "trainer/__main__.py": "recipes and keys, which are of this package",
+    "trainer/launcher/speech.py": "say and report",
+    "trainer/launcher/probe.py": "JSON for another process of ours",
+    "trainer/preflight/bandwidth.py": "JSON for another process of ours",
+}
+"""All that may write to the terminal without launcher.say, and what."""
+
+
+def test_s7_all_that_is_printed_goes_through_say() -> None:
+    found = {
+        path for path in SOURCES if re.search(r"std(out|err)\.write|(?<!\.)\bprint\(", (ROOT / path).read_text("utf-8"))
+    }
+    assert {path for path in found if path.startswith("trainer/")} == set(PRINTERS)
+
+
+def test_s7_what_is_said_cannot_steer_the_terminal_or_fail_to_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Column names, keys, names of files: whoever made what is read chooses them. UTF-8 has no lone surrogates."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict", write_through=True)
+    monkeypatch.setattr(sys, "stdout", stream)
+    say("a\x1b]0;title\x07 \x9b2J \u202eb \ud800\n\tc 中文")
+    assert stream.buffer.getvalue().decode() == "a\\x1b]0;title\\x07 \\x9b2J \\u202eb \\ud800\n\\tc 中文\n"
+
+
+HOSTILE = "\x1b]0;p\x07\x9b2J\u202e"
+
+
+def hostile_rows(folder: Path) -> list[str]:
+    (folder / "rows.jsonl").write_text(json.dumps({HOSTILE + "\ud800": "x"}) + "\n")
+    return ["data", "check", str(folder / "rows.jsonl")]
+
+
+def hostile_hosts(folder: Path) -> list[str]:
+    return ["hosts", str(folder / HOSTILE)]
+
+
+def hostile_run_file(folder: Path) -> list[str]:
+    (folder / "run.toml").write_text('"\\u001b]0;p\\u0007\\u009b2J\\u202e" = 1\n')
+    return ["train", str(folder / "run.toml")]
+
+
+def hostile_records(folder: Path) -> list[str]:
+    (folder / "run_status.json").write_text(json.dumps({"state": "stopped", "reason": HOSTILE, "step": 1}))
+    (folder / "config.toml").write_text(RUN_FILE)
+    return ["doctor", str(folder)]
+
+
+@pytest.mark.parametrize("made", [hostile_rows, hostile_hosts, hostile_run_file, hostile_records])
+def test_s7_no_command_passes_on_what_steers_the_terminal(
+    made: Any, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert main(made(tmp_path)) in (0, 1, 2)
+    out, err = capfdbinary.readouterr()
+    text = (out + err).decode("utf-8")
+    assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e"} and "\\x1b" in text
+
+
 def test_s5_s14_no_script_evaluates_data_or_ends_by_name() -> None:
     for path in [path for folder in ("launch", "tools") for path in (ROOT / folder).glob("*.s[hb]*")]:
         text = path.read_text()
@@ -149,6 +214,37 @@ def test_s15_every_locked_release_has_hashes_and_is_the_one_installed() -> None:
     assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", release) for release in releases)
     installed = {name: importlib.metadata.version(name).partition("+")[0] for name in locked}
     assert installed == locked
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("named", ["other/model--code.Own", ["other/model--code.Own", None]], ids=str)
+@pytest.mark.parametrize("is_local", [True, False])
+def test_s3_a_pinned_commit_does_not_lead_to_another_repository(
+    file: str, named: Any, is_local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "models--owner--model/snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / file).write_text(json.dumps({"auto_map": {"AutoConfig": named}}))
+    for place in ("huggingface_hub.constants.HF_HUB_CACHE", "transformers.utils.hub.constants.HF_HUB_CACHE"):
+        monkeypatch.setattr(place, str(tmp_path))
+    name = str(folder) if is_local else "owner/model"
+    model = Model(name_or_path=name, trust_remote_code=True, revision="" if is_local else commit)
+    with pytest.raises(Refused, match=r"model\.trust_remote_code: .*other/model--code\.Own.*Fix: "):
+        loaded(model, lambda: "loaded")
+    (folder / file).write_text(json.dumps({"auto_map": {"AutoConfig": "code.Own"}}))
+    assert loaded(model, lambda: "loaded") == "loaded"
+
+
+def test_s3_peft_imports_by_no_other_key_of_an_adapter() -> None:
+    """models/source.py refuses megatron_core; auto.py is of AutoPeftModel, which is not used."""
+    package = Path(peft.__file__).parent
+    found = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if "import_module" in path.read_text()
+    }
+    assert found == {"tuners/lora/tp_layer.py", "auto.py"}
+    assert "AutoPeft" not in "".join((ROOT / path).read_text("utf-8") for path in SOURCES)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """What ranks say to each other, and when they end together."""
 
 import collections
+import contextlib
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from trainer import heartbeat
 from trainer.batch import Completion, Prompt
 from trainer.errors import Lost, NoCheckpoint, Refused, RunEnd
 from trainer.launcher import probe
-from trainer.world import World
+from trainer.world import World, _read
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,19 @@ def ended(own: RunEnd | None, *others: tuple[Any, str]) -> pytest.ExceptionInfo[
 
 
 def test_every_rank_ends_with_the_lowest_rank_s_message() -> None:
-    end = ended(None, ((NoCheckpoint, "one"), "hosta"), ((Refused, "two"), "hosta"))
+    end = ended(None, (("NoCheckpoint", "one"), "hosta"), (("Refused", "two"), "hosta"))
     assert (end.type, str(end.value)) == (NoCheckpoint, "one")
 
 
 def test_a_host_that_alone_met_the_mistake_is_named() -> None:
-    assert str(ended(None, ((Refused, "no such folder"), "hostb")).value) == "no such folder\n(on hostb alone)"
-    assert str(ended(Refused("bad"), ((Refused, "bad"), "hostb")).value) == "bad"
+    assert str(ended(None, (("Refused", "no such folder"), "hostb")).value) == "no such folder\n(on hostb alone)"
+    assert str(ended(Refused("bad"), (("Refused", "bad"), "hostb")).value) == "bad"
 
 
 TOLD = [
     None,
     {"a": [1, 2.5, "中\ud800", b"x", True], 3: ({4}, frozenset({5}))},
     collections.Counter("hello"),
-    (Refused, "why"),
     Path("/a/b"),
     Completion(0, 1, Prompt(0, "x", (1, 2), None, {"answer": "2"}), (5,), (-1.0,), "stop", "y"),
     "x" * 100_000,
@@ -102,3 +103,43 @@ def test_a_rank_is_known_to_have_come_before_it_can_wait(
     ask(World(0, 1, 0, torch.device("cpu")))
     assert len(waited) >= 2 and set(waited) == {1}
     assert cells[heartbeat.BEATS] == beats + 2, "what comes after has all of its time"
+
+
+def named(module: str, name: str) -> bytes:
+    """The opcodes that find ``module.name``, and no end."""
+    return b"\x80\x04" + b"".join(b"\x8c" + bytes([len(one)]) + one.encode() for one in (module, name)) + b"\x93"
+
+
+def state(**changed: Any) -> bytes:
+    """BUILD: what stands before it gets these attributes."""
+    return pickle.dumps((None, changed), 2)[2:-1] + b"b"
+
+
+STRANGE = {
+    "a record of another library through a module of ours": named("trainer.world", "torch._guards.CompileId") + b".",
+    "a record that a module has imported": named("trainer.run", "World") + b".",
+    "an error": named("trainer.errors", "Lost") + b".",
+    "garbage": b"garbage",
+    "nothing": b"",
+    "cut": pickle.dumps([1, 2, 3])[:-3],
+    "too few fields": named("trainer.batch", "Completion") + b")R.",
+    "no such name": named("trainer.batch", "Nothing") + b".",
+    "no such module": named("trainer.nothing", "Nothing") + b".",
+    "a persistent id": pickle.dumps("x", 2)[:-1] + b"Q.",
+}
+
+
+@pytest.mark.parametrize("told", STRANGE.values(), ids=STRANGE.keys())
+def test_s9_what_is_no_record_is_lost(told: bytes) -> None:
+    with pytest.raises(Lost, match="another program has joined"):
+        _read(told)
+
+
+@pytest.mark.parametrize("change", [{"barrier": "gone"}, {"__doc__": "gone"}, {"kind": "gone"}], ids=str)
+def test_s9_nothing_of_ours_is_changed_by_what_is_told(change: dict[str, Any]) -> None:
+    """A record's type is found, and its methods are overwritten: on the reader's own function at most."""
+    before = dict(vars(World))
+    with contextlib.suppress(Lost):
+        _read(named("trainer.world", "World") + state(**change) + b".")
+    assert dict(vars(World)) == before
+    assert _read(pickle.dumps([1])) == [1]

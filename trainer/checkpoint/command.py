@@ -12,7 +12,7 @@ from trainer.checkpoint.gguf import convert
 from trainer.checkpoint.ollama import write_modelfile
 from trainer.checkpoint.trained import Source, check_base, find, load_source, stored_dtype
 from trainer.checkpoint.weights import kind
-from trainer.config import RunConfig, load
+from trainer.config import RunConfig, load, load_foreign
 from trainer.config.fields import literal
 from trainer.config.sections import Quant
 from trainer.errors import Refused, Stopped
@@ -43,10 +43,10 @@ def export_checkpoint(asked: Path, out: Path, overrides: Sequence[str] = (), opt
         raise Refused(f"export: {out} exists and is not an empty folder; nothing is overwritten. Fix: another OUT.")
     check_can_write(out, "OUT of export")
     source = find(asked, "export")
-    config, trained = load(str(source.config_file), overrides), load(str(source.config_file)).quant
+    config, trained = load_foreign(str(source.config_file), overrides), load(str(source.config_file)).quant
     _check_options(source, config, trained, options)
     say(f"exporting {source.weights} ...")
-    policy = load_source(source, config, stored_dtype(source.weights), trained)
+    policy = load_source(source, config, stored_dtype(source.weights), trained, own_code=config.model.trust_remote_code)
     check_base(source, config, policy)
     if options.merge:
         policy = _merged(source, config, policy)

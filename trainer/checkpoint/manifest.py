@@ -68,8 +68,18 @@ def file_sha256(path: Path) -> str:
 
 
 def listed(folder: Path) -> list[str]:
-    """Every file of a checkpoint but the manifest, in one order on all ranks."""
-    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    """Every file of a checkpoint but the manifest, in one order on all ranks.
+
+    NoCheckpoint for what is neither file nor folder: DeepSpeed would follow a link to a pickle that nobody looked into.
+    """
+    files = []
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise NoCheckpoint(
+                f"{path}: a link or a device, expected files and folders alone. Fix: copy the whole folder."
+            )
+        if path.is_file():
+            files.append(path.relative_to(folder).as_posix())
     return sorted(name for name in files if name != NAME)
 
 

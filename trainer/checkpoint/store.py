@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import Check, Manifest
 from trainer.errors import NoCheckpoint
+from trainer.record.own_files import open_new
 
 STEP = re.compile(r"step-(\d{6,})")
 UNFINISHED, REMOVED, ASIDE = "tmp.", "removed.", "aside."
@@ -95,7 +96,8 @@ class Store:
     def point(self, name: str, folder: Path) -> None:
         """``latest`` or ``best``: a file that holds the folder's name. Advice: resuming looks for itself."""
         beside = self.path / f".{name}.tmp"
-        beside.write_text(f"{folder.name}\n", encoding="utf-8")
+        with open_new(beside) as file:
+            file.write(f"{folder.name}\n")
         manifest.sync(beside)
         os.replace(beside, self.path / name)
 

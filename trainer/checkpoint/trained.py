@@ -87,11 +87,16 @@ def _done_at(run_dir: Path) -> int | None:
     return status["step"] if status.get("state") == "done" and is_step(status.get("step")) else None
 
 
-def load_source(source: Source, config: RunConfig, dtype: torch.dtype, quant: Quant) -> Policy:
-    """The policy as it was trained, on a base held as ``quant`` says. Raises Refused for an adapter of another."""
+def load_source(
+    source: Source, config: RunConfig, dtype: torch.dtype, quant: Quant, *, own_code: bool = False
+) -> Policy:
+    """The policy as it was trained, on a base held as ``quant`` says. Raises Refused for an adapter of another.
+
+    ``own_code``: of a whole model may run; ``config`` says so of the base alone.
+    """
     tokenizer = load_tokenizer(config.model)
     if not source.is_adapter:
-        here = {"name_or_path": str(source.weights), "revision": "", "gguf_file": ""}
+        here = {"name_or_path": str(source.weights), "revision": "", "gguf_file": "", "trust_remote_code": own_code}
         model = config.model.model_copy(update=here)
         return load_policy(model, load_config(model)[0], config.lora.model_copy(update={"r": 0}), tokenizer, dtype)
     if not config.lora.r:

@@ -3,7 +3,7 @@
 from trainer.config.advice import warnings
 from trainer.config.grpo import Grpo, Kl, Reward, Rollout
 from trainer.config.keys import describe
-from trainer.config.load import load
+from trainer.config.load import load, load_foreign
 from trainer.config.schema import RunConfig
 from trainer.config.sections import (
     Checkpoint,
@@ -46,5 +46,6 @@ __all__ = [
     "describe",
     "dump",
     "load",
+    "load_foreign",
     "warnings",
 ]

@@ -9,7 +9,7 @@ from trainer.config.mistakes import mistakes
 from trainer.config.problems import Problem, refuse
 from trainer.config.rules import broken
 from trainer.config.schema import RunConfig
-from trainer.errors import Refused
+from trainer.errors import KEYS_OF_RUN, Refused
 
 
 def load(path: str, arguments: Sequence[str] = ()) -> RunConfig:
@@ -20,7 +20,8 @@ def load(path: str, arguments: Sequence[str] = ()) -> RunConfig:
     text = source.read(path)
     tree = source.parse(path, text)
     flags, wrong = overrides.apply(tree, arguments)
-    names = _reward_names(tree)
+    names = _of_rewards(tree, "name")
+    KEYS_OF_RUN.update(key for key in _of_rewards(tree, "key_env") if key)
     problems = secrets.take(tree)
     config, found = mistakes(tree, names)
     problems += found
@@ -38,12 +39,19 @@ def load(path: str, arguments: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def _reward_names(tree: dict[str, Any]) -> tuple[str, ...]:
+def load_foreign(path: str, arguments: Sequence[str] = ()) -> RunConfig:
+    """The same of a run file that came with weights: that a model's code may run is said on the command line, or not
+    at all."""
+    return load(path, ("--model.trust_remote_code", "false", *arguments))
+
+
+def _of_rewards(tree: dict[str, Any], key: str) -> tuple[str, ...]:
+    """Of each reward the text of ``key``, "" where it has none."""
     rewards = tree.get("reward")
     if not isinstance(rewards, list):
         return ()
-    names = [entry.get("name") if isinstance(entry, dict) else None for entry in rewards]
-    return tuple(name if isinstance(name, str) else "" for name in names)
+    found = [entry.get(key) if isinstance(entry, dict) else None for entry in rewards]
+    return tuple(one if isinstance(one, str) else "" for one in found)
 
 
 def _touches(problem: Problem, bad: list[Path]) -> bool:

@@ -24,7 +24,6 @@ from trainer.errors import Refused
 from trainer.launcher import say
 from trainer.models.policy import load_config, load_generation_config, load_tokenizer
 from trainer.models.rope import window
-from trainer.record.console import printable
 
 ROWS_NAMED = 10
 BAR = 40
@@ -61,7 +60,7 @@ def check_data(source: Source, data: Data, tokenizer_path: str) -> None:
     lines = _report(found, columns, findings, renderer)
     if findings.tokens:
         lines += _histogram(findings, data.max_prompt_tokens, context)
-    say(printable("\n".join(lines)))
+    say("\n".join(lines))
     if findings.problems:
         raise Refused(_refusal(source, found, findings))
     say("every row can be used")

@@ -22,7 +22,7 @@ from trainer.data_tools.forms import CONVERSATIONS, NAMES, as_messages
 from trainer.data_tools.survey import FLAGS, Survey, messages_of, second_reading, survey
 from trainer.errors import Refused
 from trainer.launcher import say
-from trainer.record.console import printable
+from trainer.record.own_files import open_new
 
 Target = Literal["prompt", "seed", "slime", "openai", "sharegpt"]
 Row = dict[str, Any]
@@ -89,7 +89,7 @@ def convert_data(source: Source, out: Path, wanted: Wanted) -> None:
                     file.unlink(missing_ok=True)
     except OSError as error:
         raise Refused(f"{out}: cannot be written: {error.strerror or error}.") from error
-    say(printable("\n".join(_report(found, columns, files, counts, evaluated, rejected, needed))))
+    say("\n".join(_report(found, columns, files, counts, evaluated, rejected, needed)))
 
 
 def _check_places(source: Source, files: Sequence[Path], wanted: Wanted) -> None:
@@ -238,7 +238,7 @@ def _beside(file: Path) -> Iterator[TextIO]:
     """What becomes ``file`` by a rename; gone afterwards when it was not renamed."""
     temporary = _temporary(file)
     try:
-        with temporary.open("w+", encoding="utf-8", newline="\n") as stream:
+        with open_new(temporary) as stream:
             yield stream
     finally:
         temporary.unlink(missing_ok=True)

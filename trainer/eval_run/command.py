@@ -12,16 +12,17 @@ from trainer.quiet import quiet_libraries
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Measure a checkpoint, an exported folder or the base on the held-out prompts; nothing is written."""
-    from trainer.config import load
+    from trainer.config import load, load_foreign
 
     config = load(arguments.run_file, overrides)
+    own_code = load_foreign(arguments.run_file, overrides).model.trust_remote_code
     quiet_libraries()
     if not arguments.json and os.environ.get("RANK", "0") == "0":
         say("loading torch and transformers ...")
     from trainer.eval_run.held_out import eval_run
 
     folder = Path(arguments.run_file).resolve().parent
-    return eval_run(config, folder, arguments.checkpoint, arguments.against, as_json=arguments.json)
+    return eval_run(config, folder, arguments.checkpoint, arguments.against, own_code=own_code, as_json=arguments.json)
 
 
 def add_commands(commands: Any) -> None:

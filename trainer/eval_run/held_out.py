@@ -25,9 +25,9 @@ BASE = "base"
 """What ``--checkpoint`` and ``--against`` call the model that the run begins with."""
 
 
-def eval_run(config: RunConfig, folder: Path, checkpoint: str, against: str, *, as_json: bool) -> int:
+def eval_run(config: RunConfig, folder: Path, checkpoint: str, against: str, *, own_code: bool, as_json: bool) -> int:
     """Evaluates ``checkpoint``, and ``against`` where it is given; says so, and writes nothing. ``folder``: where the
-    run file lies."""
+    run file lies; ``own_code``: that a whole model among them brings may run."""
     world = connect(config.engine.device, timeout_seconds=config.watch.hang_timeout)
     try:
         with redirect_stdout(sys.stderr if as_json else sys.stdout):
@@ -36,7 +36,7 @@ def eval_run(config: RunConfig, folder: Path, checkpoint: str, against: str, *, 
             checked = together(world, lambda: check(_for_evaluation(config), folder, world))
             if world.is_main:
                 say(preflight_block([*checked.prompts.warnings, *checked.prompts.notes]))
-            results = [_evaluate(checked, source, world) for source in sources]
+            results = [_evaluate(checked, source, world, own_code=own_code) for source in sources]
         if world.is_main:
             names = [_name(source) for source in sources]
             say(json.dumps(_record(config, names, results)) if as_json else _text(config, names, results))
@@ -76,13 +76,13 @@ def _for_evaluation(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"log": log, "engine": engine})
 
 
-def _evaluate(checked: Checked, source: Source | None, world: World) -> Evaluation:
+def _evaluate(checked: Checked, source: Source | None, world: World, *, own_code: bool) -> Evaluation:
     notes: list[str] = []
     here = replace(checked, notes=notes)
     step = (source and source.step) or 0
     if world.is_main:
         say(f"loading {_name(source)} ...")
-    policy = together(world, lambda: _load(checked, source))
+    policy = together(world, lambda: _load(checked, source, own_code=own_code))
     _, stops, unshared = together(world, lambda: ready_to_decode(here, policy, world))
     lengths = checked.lengths
     context = HookContext(0, policy.causal, None, policy.tokenizer, lengths.prompt, lengths.new, world.rank)
@@ -98,13 +98,13 @@ def _evaluate(checked: Checked, source: Source | None, world: World) -> Evaluati
     return result
 
 
-def _load(checked: Checked, source: Source | None) -> Policy:
+def _load(checked: Checked, source: Source | None, *, own_code: bool) -> Policy:
     config = checked.config
     if source is None:
         return load_policy(
             config.model, checked.model_config, config.lora, checked.tokenizer, checked.dtype, config.quant
         )
-    policy = load_source(source, config, checked.dtype, config.quant)
+    policy = load_source(source, config, checked.dtype, config.quant, own_code=own_code)
     check_base(source, config, policy)
     return policy
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.errors import Refused
+from trainer.errors import NAMES_OF_KEYS, Refused
 from trainer.launcher.lease import keep_watch
 from trainer.launcher.speech import WRAPPED, report
 
@@ -24,7 +24,6 @@ CARRIED = re.compile(
     re.ASCII,
 )
 """The variables that go along to other hosts, besides those that a reward names as its key_env."""
-SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 CREDENTIALS_IN_URL = re.compile(r"^[^/\s]*@|://[^/\s]*@")
 
 
@@ -59,7 +58,7 @@ def split_environment(
     secret = {
         name: value
         for name, value in carried.items()
-        if name in keys or SECRET.search(name) or CREDENTIALS_IN_URL.search(value)
+        if name in keys or NAMES_OF_KEYS.search(name) or CREDENTIALS_IN_URL.search(value)
     }
     return {name: value for name, value in carried.items() if name not in secret}, secret
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainer.errors import redacted
+from trainer.errors import printable, redacted
 
 WRAPPED = "ZERO_GRPO_WRAPPED"
 """The variable that holds the id of the launch, where ``zero-grpo train --gpus`` or ``--hostfile`` started the rank."""
@@ -36,10 +36,11 @@ def mark(launch_id: str) -> str:
 
 
 def say(text: str) -> None:
-    """Prints for the user, from rank 0, also through the launcher's pipe."""
+    """Prints for the user, from rank 0, also through the launcher's pipe. All that is printed goes through here: files
+    that were given choose what it holds, which must not steer the terminal."""
     launch_id = os.environ.get(WRAPPED)
     # A write for each line: one of up to 4 KiB goes through a pipe in one piece, whatever the other ranks print.
-    for line in redacted(text).split("\n"):
+    for line in printable(redacted(text)).split("\n"):
         with contextlib.suppress(OSError):  # a terminal that was closed; what is left to do is worth more than the word
             sys.stdout.write(f"{mark(launch_id)}{line}\n" if launch_id else f"{line}\n")
             sys.stdout.flush()

@@ -13,6 +13,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from transformers.utils import cached_file
 
 from trainer.config.sections import Lora, Model
 from trainer.errors import Refused
@@ -25,6 +26,8 @@ OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?:[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLES, SAFE = re.compile(r"pytorch_model.*\.bin(\.index\.json)?"), re.compile(r"model.*\.safetensors(\.index\.json)?")
 LFS_POINTER = b"version https://git-lfs"
+MEGATRON = "megatron.core"
+"""PEFT's own megatron_core, not imported without a megatron_config; it imports by no other key of an adapter."""
 SECONDS_TO_REACH_THE_HUB = 10.0
 A_PICKLE = "a pickle, which can hold code and is not read"
 POLICY = "model.name_or_path"
@@ -63,6 +66,8 @@ def loaded(model: Model, load: Callable[[], T], key: str = POLICY, kind: str = "
         _check_name(model, key)
         fix = f"give the name of a {kind} on the hub, or the folder of one"
     try:
+        if model.trust_remote_code:
+            _check_own_code(model)
         return load()
     except Refused:
         raise
@@ -70,6 +75,8 @@ def loaded(model: Model, load: Callable[[], T], key: str = POLICY, kind: str = "
         if asked_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:400] or type(error).__name__
+        if "trust_remote_code" in str(error) and not model.trust_remote_code:
+            fix = "another model; or, of code that you have read, --model.trust_remote_code true on the command line"
         raise Refused(f"{key} = {model.name_or_path}: transformers cannot load it: {reason}\nFix: {fix}.") from error
 
 
@@ -94,6 +101,12 @@ def adapter_config(folder: Path, lora: Lora) -> dict[str, Any]:
         )
     if saved.get("peft_type") != "LORA":
         raise Refused(f"{where}: its peft_type is {saved.get('peft_type')}, expected LORA.")
+    if saved.get("megatron_config") or saved.get("megatron_core", MEGATRON) not in (None, MEGATRON):
+        raise Refused(
+            f"{where}: adapter_config.json names {saved.get('megatron_core')!r} as megatron_core, which PEFT would "
+            "import, whatever code it is. Expected an adapter of plain linear layers. Fix: take out megatron_config "
+            "and megatron_core, or another adapter."
+        )
     if not (folder / "adapter_model.safetensors").is_file():
         fix = "copy the whole folder"
         if (folder / "adapter_model.bin").is_file():
@@ -152,6 +165,20 @@ def _instead_of_a_config(folder: Path, key: str) -> str:
     if inside:
         return f"Did you mean {inside[0]}?"
     return "Fix: give the folder that holds config.json, weights and tokenizer."
+
+
+def _check_own_code(model: Model) -> None:
+    """Refused where the code would come from another repository: at whatever commit that has at the time."""
+    for name in ("config.json", "tokenizer_config.json"):
+        absent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        file = cached_file(model.name_or_path, name, revision=model.revision or None, **absent)
+        found = read(Path(file)) if file else {}
+        named = str(found.get("auto_map"))
+        if "--" in named:
+            raise Refused(
+                f"model.trust_remote_code: {name} of {model.name_or_path} names code of another repository, which no "
+                f"commit pins: auto_map = {named:.200}. Fix: a folder with that code in it, and auto_map without `--`."
+            )
 
 
 def _check_name(model: Model, key: str) -> None:

@@ -1,6 +1,5 @@
 """What a survey found: as one JSON object, and as a page for people. Imports nothing heavy, for what fails early."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trainer.record.console import printable, shortened
+from trainer.errors import printable
+from trainer.record.console import shortened
 
 if TYPE_CHECKING:
     from trainer.preflight.survey import Survey
@@ -84,8 +84,8 @@ def _model(found: "Survey") -> dict[str, Any]:
 def page(found: "Survey") -> str:
     """Errors first, then warnings, then what was found, within 100 columns; safe to print."""
     parts: list[RenderableType] = [
-        *_listed("error", found.errors, "red"),
-        *_listed("warning", found.warnings, "yellow"),
+        *_listed("error", found.errors),
+        *_listed("warning", found.warnings),
     ]
     if found.unasked:
         parts.append(Text(f"not checked, for want of what is missing: {', '.join(found.unasked)}\n"))
@@ -97,9 +97,7 @@ def page(found: "Survey") -> str:
     verdict = f"{_counted('error', found.errors)}, {_counted('warning', found.warnings)}"
     parts.append(Text(f"{'refused' if found.errors else 'ready'}: {verdict}; nothing was trained or written"))
     out = StringIO()
-    console = Console(
-        file=out, width=WIDTH, force_terminal=sys.stdout.isatty(), markup=False, emoji=False, highlight=False
-    )
+    console = Console(file=out, width=WIDTH, force_terminal=False, markup=False, emoji=False, highlight=False)
     for part in parts:
         console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -109,10 +107,10 @@ def _counted(kind: str, told: Sequence[str]) -> str:
     return f"{len(told) or 'no'} {kind}{'' if len(told) == 1 else 's'}"
 
 
-def _listed(kind: str, told: Sequence[str], color: str) -> Iterable[RenderableType]:
+def _listed(kind: str, told: Sequence[str]) -> Iterable[RenderableType]:
     if not told:
         return
-    yield Text(_counted(kind, told), style=f"bold {color}")
+    yield Text(_counted(kind, told))
     table = Table.grid(padding=(0, 1), pad_edge=True)
     table.add_column(justify="right", width=3)
     table.add_column()
@@ -122,7 +120,7 @@ def _listed(kind: str, told: Sequence[str], color: str) -> Iterable[RenderableTy
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=True)
+    table = Table(title=title, title_justify="left", title_style="none", box=box.SIMPLE_HEAD, pad_edge=True)
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", overflow="fold")
     return table
@@ -184,7 +182,7 @@ TRIED = {"reference": "its answer", "shuffled": "another row's", "empty": "nothi
 
 def _facts(found: "Survey") -> Table:
     table = Table.grid(padding=(0, 2), pad_edge=False)
-    table.add_column(no_wrap=True, style="bold")
+    table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, fact in _told(found):
         table.add_row(f" {name}", printable(fact))

@@ -130,7 +130,7 @@ def _independent(found: Survey, folder: Path, begins: bool) -> None:
         found.dtype, why = decided
         name = str(found.dtype).removeprefix("torch.")
         found.notes.append(f"device {found.device.type}, {found.ranks} rank(s), {name} ({why})")
-    found.warnings += unusable(config.log.report_to)
+    found.warnings += [*unusable(config.log.report_to), *RunDirectory(config.run.dir).warnings()]
     found.rewards = found.ask(lambda: RewardRuntime(config.reward, folder, hang_timeout=config.watch.for_rewards()[0]))
     found.hooks = found.ask(lambda: load_hooks(config.hooks.before_rollout))
     found.ask(lambda: check_attention(config.model))

@@ -1,7 +1,6 @@
 """What the terminal shows of a run: a line a step, two samples now and then, a table at the end."""
 
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -9,6 +8,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from trainer.errors import printable
 
 SHOWN_CHARACTERS = 600
 
@@ -66,21 +67,6 @@ def duration(seconds: float) -> str:
     else:
         text = f"{seconds / 3600:.1f} h"
     return f"{text:>7}"
-
-
-def printable(text: str) -> str:
-    """Text that cannot steer a terminal: newlines stay, every other control or format character is shown as its escape.
-
-    Cc: escape sequences. Cf: bidirectional overrides. Cs: lone surrogates, which cannot be printed. Zl, Zp: new lines.
-    """
-    return "".join(
-        char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else escape(char)
-        for char in text
-    )
-
-
-def escape(char: str) -> str:
-    return {"\t": "\\t", "\r": "\\r"}.get(char) or char.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
 def shortened(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from trainer import run_status
 from trainer.errors import Refused, redacted
 from trainer.outside import NotJson, parsed, read
+from trainer.record.own_files import open_new, open_to_append
 from trainer.record.rollout_rows import FIELDS, is_number, rollout_file
 
 RunState = Literal["running", "done", "stopped", "lost", "preempted", "interrupted"]
@@ -54,8 +56,26 @@ class RunDirectory:
     def check_writable(self) -> None:
         """Refused where the directory, or one of its folders, cannot be written."""
         check_can_write(self.path, "run.dir")
+        if links := sorted(one for one in self._entries() if one.is_symlink() and one.name != "checkpoints"):
+            raise Refused(
+                f"run.dir: {links[0]} is a link, and a run writes in its own directory alone (checkpoints may be one). "
+                "Fix: remove it, or another run.dir."
+            )
         for name in ("checkpoints", "rollouts", "samples"):
             check_can_write(self.path / name, "run.dir")
+
+    def warnings(self) -> list[str]:
+        """What a user of this machine should know of the directory."""
+        if (
+            self.path.parts
+            and self.path.is_dir()
+            and self.path.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+        ):
+            return [f"run.dir: every user of this machine may write in {self.path}. chmod o-w takes that back"]
+        return []
+
+    def _entries(self) -> list[Path]:
+        return list(self.path.iterdir()) if self.path.is_dir() else []
 
     def create(self) -> None:
         """Checks, then makes the directory with its folders."""
@@ -70,7 +90,8 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Refused while another process trains here. The kernel lets go of it with the process, however that ends."""
-        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.check_writable()
+        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -141,12 +162,12 @@ class RunDirectory:
         bad = {key: value for key, value in present.items() if isinstance(value, float) and not math.isfinite(value)}
         if bad:
             raise ValueError(f"metrics of step {present.get('step')} that are not finite: {bad}")
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        with open_to_append(self.path / "metrics.jsonl") as file:
             file.write(json.dumps(present) + "\n")
 
     def append_alarm(self, alarm: Mapping[str, Any]) -> None:
         """One line of alarms.jsonl."""
-        with (self.path / "alarms.jsonl").open("a", encoding="utf-8") as file:
+        with open_to_append(self.path / "alarms.jsonl") as file:
             file.write(json.dumps(alarm) + "\n")
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -194,8 +215,7 @@ class RunDirectory:
         """Whole file or nothing: written beside and moved over, so that a reader never sees half of it."""
         path = self.path / name
         beside = path.with_name(f".{path.name}.tmp")
-        # A lone surrogate in the data is no UTF-8; backslashreplace writes it as \udXXX, which is JSON's own escape.
-        with beside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        with open_new(beside) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

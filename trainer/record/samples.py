@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.record.console import printable
+from trainer.errors import printable
 
 Row = dict[str, Any]
 

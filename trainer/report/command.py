@@ -1,20 +1,18 @@
 """``zero-grpo report`` and ``zero-grpo samples``: the commands that look at a run. They import no torch."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from trainer.arguments import path
+from trainer.launcher import say
 
 
 def report(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Write one HTML page of a run, or of several laid over each other: curves, alarms, rollouts, settings."""
     from trainer.report.page import write_report
 
-    sys.stdout.write(
-        f"{write_report([Path(one) for one in arguments.run_dirs], arguments.out and Path(arguments.out))}\n"
-    )
+    say(str(write_report([Path(one) for one in arguments.run_dirs], arguments.out and Path(arguments.out))))
     return 0
 
 
@@ -22,7 +20,7 @@ def samples(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print completions of a run, with nothing in them that could steer the terminal."""
     from trainer.report.terminal import show
 
-    sys.stdout.write(show(Path(arguments.run_dir), arguments.step, arguments.count, worst=arguments.worst) + "\n")
+    say(show(Path(arguments.run_dir), arguments.step, arguments.count, worst=arguments.worst))
     return 0
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trainer.record.console import escape
+from trainer.errors import escape
 
 Piece = tuple[str, str]
 PLAIN, CUT, CONTROL, LOOP = "", "cut", "control", "loop"

@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import Refused
-from trainer.record.console import printable
+from trainer.errors import Refused, printable
+from trainer.record.own_files import open_new
 from trainer.record.rollout_rows import is_number
 from trainer.record.run_dir import read_object
 from trainer.report.curves import charts
@@ -32,7 +32,8 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     target = out or paths[0] / "report.html"
     beside = target.with_name(f".{target.name}.tmp")
     try:
-        beside.write_text(page(runs), encoding="utf-8")
+        with open_new(beside) as file:
+            file.write(page(runs))
         os.replace(beside, target)
     except OSError as error:
         raise Refused(

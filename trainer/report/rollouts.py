@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import printable
 from trainer.outside import NotJson, parsed
-from trainer.record.console import printable
 from trainer.record.rollout_rows import is_number
 from trainer.report.marks import marked_share, pieces
 from trainer.report.read import Row, Run

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from trainer.errors import Refused
-from trainer.record.console import printable, shortened
+from trainer.errors import Refused, printable
+from trainer.record.console import shortened
 from trainer.record.rollout_rows import is_whole
 from trainer.record.samples import facts
 from trainer.report.read import Row, read_run

@@ -2,6 +2,7 @@
 its states become one vector (1_Pooling), and what follows (2_Dense, 2_Normalize)."""
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,11 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.ReLU": nn.ReLU,
     "torch.nn.modules.activation.GELU": nn.GELU,
 }
+MODULE = re.compile(
+    r"sentence_transformers\.(models|(base|sentence_transformer)\.modules)(\.[a-z_]+)?"
+    r"\.(Transformer|Pooling|Dense|Normalize|LayerNorm|Dropout|CNN|LSTM|WeightedLayerPooling)"
+)
+"""Those of sentence-transformers that load numbers alone. A Router, say, imports whatever its own file names."""
 EXTRA = "pip install 'zero-grpo[embed]' reads it with sentence-transformers"
 
 
@@ -57,14 +63,24 @@ def read_stages(folder: Path, where: str) -> list[Stage]:
             'the whole folder of a sentence encoder; a reward model (…ForSequenceClassification) is kind = "model".'
         )
     listed = sorted(_json(folder / MODULES), key=lambda line: line["idx"])
-    foreign = [line["type"] for line in listed if not line["type"].startswith("sentence_transformers.")]
-    if foreign:
-        raise Refused(f"{where}: {MODULES} names {', '.join(foreign)}, code of its own, which is never run.")
-    if not listed or not listed[0]["type"].endswith(".Transformer") or listed[0]["path"]:
-        raise Refused(f"{where}: {MODULES} does not begin with a Transformer in the folder itself.")
-    return [
-        Stage(line["type"], folder / line["path"], _json(folder / line["path"] / "config.json")) for line in listed[1:]
-    ]
+    if foreign := [line["type"] for line in listed if not MODULE.fullmatch(line["type"])]:
+        raise Refused(
+            f"{where}: {MODULES} names {', '.join(foreign)}, none of the modules that load numbers alone; code "
+            "of its own is never run."
+        )
+    first, *others = [line["type"].endswith(".Transformer") for line in listed] or [False]
+    if not first or any(others) or listed[0]["path"]:
+        raise Refused(f"{where}: {MODULES} does not name one Transformer, the first, in the folder itself.")
+    stages = []
+    for line in listed[1:]:
+        inside = folder / line["path"]
+        if not inside.resolve().is_relative_to(folder.resolve()):
+            raise Refused(f"{where}: {MODULES} names {line['path']}, outside of its folder.")
+        stages.append(Stage(line["type"], inside, _json(inside / "config.json")))
+        activation = stages[-1].settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+        if not re.fullmatch(r"torch\.nn\.modules\.\w+\.\w+", str(activation)):
+            raise Refused(f"{where}: {line['path']}/config.json names {activation}, code that is never run.")
+    return stages
 
 
 def pooling_of(stages: list[Stage]) -> str:

@@ -1,6 +1,7 @@
 """Rules about the [[reward]] tables that name a service: where it is, and its key."""
 
 import ipaddress
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -13,7 +14,12 @@ from trainer.config.schema import RunConfig
 def address(config: RunConfig) -> Iterator[Problem]:
     for index, entry in enumerate(config.reward):
         if entry.url and (wrong := _wrong_address(entry)):
-            yield Problem((("reward", index, "url"),), f"reward.{entry.name}.url = {literal(entry.url)}: {wrong}")
+            yield Problem((("reward", index, "url"),), f"reward.{entry.name}.url = {_shown(entry.url)}: {wrong}")
+
+
+def _shown(url: str) -> str:
+    """Scheme and host: what stands before an @ or after the host may be a key."""
+    return literal(re.sub(r"^([^/?#]*://)?([^/]*@)?([^/?#]*).*$", r"\1\3", url, flags=re.DOTALL))
 
 
 def _wrong_address(entry: Reward) -> str:
