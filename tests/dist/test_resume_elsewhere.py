@@ -97,7 +97,6 @@ def test_3_2_a_run_goes_on_on_other_ranks_and_in_another_stage(tmp_path: Path) -
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.timeout(1800)
 def test_3_2_every_stage_to_every_stage(tmp_path: Path, results: Callable[[str, dict[str, Any]], None]) -> None:
     """Between 1 and 2 ranks all of them, full; some of LoRA, bf16, 4-bit, SGD, optimizer offload and 3 ranks, which
     divide no weight."""
