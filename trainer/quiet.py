@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 
 VARIABLES = {
@@ -28,7 +29,8 @@ LIBRARIES = (
 
 def quiet_libraries() -> None:
     """To be called before the libraries are imported, since they read this once. What the user has set himself
-    stays."""
+    stays. And no code of theirs comes from the hub: bitsandbytes and transformers fetch it by the package kernels."""
+    sys.modules["kernels"] = None  # type: ignore[assignment]  # as if it were not installed
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     # Not all warnings: those of a reward function are the user's own.

@@ -276,3 +276,21 @@ def test_missing_answers_stay_missing():
     columns = map_columns(numbered(rows, "t"))
     prompts = [Prompt(place, "q", (1,), None, reward_columns(row, columns)) for place, row in enumerate(rows)]
     assert [prompt.columns["answer"] for prompt in prompts] == ["yes", "", None, 0, "  ", None]
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize(
+    "path", ["http://127.0.0.1:9/x.jsonl", "/etc/passwd", "../secret.jsonl", "data/../../secret.jsonl", "~/x.jsonl"]
+)
+def test_d9_a_readme_leads_to_no_file_outside_of_its_folder(tmp_path: Path, file: str, path: str) -> None:
+    (tmp_path / "secret.jsonl").write_text('{"prompt": "canary"}\n')
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"prompt": "inside"}\n')
+    configs = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: "
+    mark = "---\n" if file == "README.md" else ""
+    (folder / file).write_text(f"{mark}{configs}{path}\n{mark}")
+    with pytest.raises(Refused, match=r"its README names .*, outside of the folder"):
+        read_rows(Source(str(folder)))
+    (folder / file).write_text(f"{mark}{configs}train.jsonl\n{mark}")
+    assert [row["prompt"] for row in read_rows(Source(str(folder))).rows] == ["inside"]

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import importlib.util
 import io
 import json
 import re
@@ -9,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import peft
@@ -22,6 +23,7 @@ from trainer.config.sections import Model
 from trainer.errors import Refused
 from trainer.launcher import say
 from trainer.models.source import loaded
+from trainer.quiet import quiet_libraries
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -37,6 +39,8 @@ PICKLES = {
 }
 """All that may import pickle, and what for."""
 READS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
+TELL = {"arguments_of", "arguments", "named", "own"}
+"""Mappings that hold trust_remote_code, by the function or the name."""
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 
 
@@ -76,7 +80,8 @@ def faults(path: str, tree: ast.AST) -> Iterator[str]:
             yield f"{where} loads a pickle"
         if _is_true(words.get("allow_pickle")) or _is_true(words.get("trust_remote_code")):
             yield f"{where} trusts what it loads"
-        told = {"trust_remote_code", None} & set(words)
+        unpacked = {ast.unparse(word.value) for word in node.keywords if word.arg is None}
+        told = "trust_remote_code" in words or any(one.split("(")[0] in TELL for one in unpacked)
         if last in ("from_pretrained", "from_config") and name.startswith("Auto") and not told:
             yield f"{where} leaves trust_remote_code to be asked for"
         if "_object" in last and name.startswith("dist."):
@@ -111,6 +116,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
         "torch.load(file, weights_only=False)",
         "numpy.load(file, allow_pickle=True)",
         "AutoModel.from_pretrained(name)",
+        "AutoModel.from_pretrained(name, **settings)",
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
         "arguments = {'trust_remote_code': True}",
         "dist.all_gather_object(values, value)",
@@ -175,6 +181,27 @@ def test_s7_no_command_passes_on_what_steers_the_terminal(
     out, err = capfdbinary.readouterr()
     text = (out + err).decode("utf-8")
     assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e"} and "\\x1b" in text
+
+
+def test_s3_no_library_fetches_code_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package kernels is installed, bitsandbytes fetches and imports some while it is imported."""
+    (kernels := ModuleType("kernels")).get_kernel = lambda *_, **__: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kernels", kernels)
+    quiet_libraries()
+    with pytest.raises(ImportError):
+        importlib.import_module("kernels")
+    assert importlib.util.find_spec("kernels") is None
+
+
+def test_s2_deepspeed_unpickles_in_one_place_after_the_files_were_looked_into() -> None:
+    """Its loading has weights_only off. The one way to it: engine.load, by restore, of what was just verified."""
+    texts = {path: ast.unparse(tree) for path, tree in SOURCES.items()}
+    assert {path for path, text in texts.items() if ".load_checkpoint(" in text} == {"trainer/engine.py"}
+    assert {path for path, text in texts.items() if "engine.load(" in text} == {"trainer/checkpoint/resume.py"}
+    restoring = {path for path, text in texts.items() if "resume.restore(" in text}
+    assert restoring == {"trainer/run.py", "trainer/train.py"}
+    for path, verified in (("trainer/run.py", "_found("), ("trainer/train.py", ".go_back()")):
+        assert texts[path].index(verified) < texts[path].index("resume.restore(")
 
 
 def test_s5_s14_no_script_evaluates_data_or_ends_by_name() -> None:

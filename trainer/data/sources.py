@@ -133,10 +133,14 @@ def _read_folder(source: Source) -> Table:
 def _load_dataset(source: Source) -> Table:
     import datasets
 
-    if not source.path.is_dir():
-        _check_hub(source)
     try:
+        if source.path.is_dir():
+            _check_card(source)
+        else:
+            _check_hub(source)
         rows = datasets.load_dataset(source.name, source.config or None, split=source.split).to_list()
+    except Refused:
+        raise
     # httpx, fsspec, pyarrow, the hub client and the dataset builders each raise kinds of their own, none with a
     # common base; to the user they all mean that this source could not be had, and the reason is passed on.
     except Exception as error:
@@ -148,6 +152,31 @@ def _load_dataset(source: Source) -> Table:
             f"{_advice(source)}"
         ) from error
     return numbered(rows, _with_split(source))
+
+
+def _check_card(source: Source) -> None:
+    """Refused where the README of a folder, which says what its files are, names others: datasets would fetch them."""
+    import yaml
+    from huggingface_hub.repocard import metadata_load
+
+    card, beside = source.path / "README.md", source.path / ".huggingface.yaml"
+    told = [(metadata_load(card) or {}) if card.is_file() else {}]
+    told += [yaml.safe_load(beside.read_text(encoding="utf-8")) or {}] if beside.is_file() else []
+    for name in _texts([one.get("configs") for one in told]):
+        if "://" in name or "::" in name or name.startswith(("/", "~")) or ".." in name.split("/"):
+            raise Refused(
+                f"{source.setting}: its README names {name!r}, outside of the folder. Fix: take out `configs`, or name "
+                f"a file ({', '.join(FILE_TYPES)}) instead of the folder."
+            )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in parsed YAML."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 def _check_hub(source: Source) -> None:
