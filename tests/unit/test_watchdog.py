@@ -242,7 +242,7 @@ def test_a_watchdog_that_was_killed_is_missed(ended: dict[str, Ended]) -> None:
 
 
 def order(pid: int) -> watchdog.Order:
-    return watchdog.Order([(3, pid, 99, 99)], [(1.0, "watch.hang_timeout")], "")
+    return watchdog.Order([(3, pid, 10**6, 10**6)], [(1.0, "watch.hang_timeout")], "")
 
 
 def test_a_process_that_has_ended_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_a_process_that_has_ended_gets_no_signal(monkeypatch: pytest.MonkeyPatch
 def test_a_rank_that_cannot_be_looked_at_is_not_taken_for_silent(capsys: pytest.CaptureFixture[str]) -> None:
     """As where another user's. Here it has no such files."""
     assert watchdog.Watchdog(order(os.getpid())).wards == []
-    assert re.fullmatch(r"Rank 3 of host \S+ is not watched: .*/fd/99'. Its hang .*\n", capsys.readouterr().out)
+    assert re.fullmatch(r"Rank 3 of host \S+ is not watched: .*/fd/1000000'. Its hang .*\n", capsys.readouterr().out)
 
 
 def test_each_phase_may_have_a_limit_of_its_own() -> None:
