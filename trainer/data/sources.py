@@ -5,11 +5,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.reasoning_gym_tasks import PREFIX, read_reasoning_gym
 from trainer.data.table import Table, joined, numbered
 from trainer.data.text_files import BLOCK, read_csv, read_json, read_json_lines
 from trainer.errors import Refused
+
+if TYPE_CHECKING:
+    import datasets
 
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 SECONDS_TO_REACH_THE_HUB = 10.0
@@ -116,9 +120,9 @@ def _read_folder(source: Source) -> Table:
         saved = datasets.load_from_disk(str(source.path))
         if isinstance(saved, datasets.Dataset):
             _refuse_split(source, own=str(saved.split or "train"))
-            return numbered(saved.to_list(), source.name)
+            return numbered(_whole(saved), source.name)
         if source.split in saved:
-            return numbered(saved[source.split].to_list(), _with_split(source))
+            return numbered(_whole(saved[source.split]), _with_split(source))
     except Refused:
         raise
     # Of a damaged state.json or dataset_info.json, KeyError, TypeError and whatever else its fields lead to.
@@ -128,6 +132,13 @@ def _read_folder(source: Source) -> Table:
             "Fix: copy the whole folder again."
         ) from error
     raise Refused(f'{source.split_key} = "{source.split}": {source.name} holds the splits {", ".join(saved)}.')
+
+
+def _whole(saved: "datasets.Dataset") -> list[dict[str, Any]]:
+    """Its rows. Checked first: Arrow takes the places of a damaged file for true, and ends the process there."""
+    saved.data.validate(full=True)
+    rows: list[dict[str, Any]] = saved.to_list()
+    return rows
 
 
 def _load_dataset(source: Source) -> Table:
