@@ -336,7 +336,7 @@ DEEPSPEED = {
     "zero_optimization": {
         "stage": 2,
         "reduce_bucket_size": 500000,
-        "allgather_bucket_size": "auto",
+        "allgather_bucket_size": 500000,
         "overlap_comm": False,
     },
     "bf16": {"enabled": False},
