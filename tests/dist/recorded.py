@@ -64,6 +64,8 @@ def run_config(folder: Path, **cell: Any) -> RunConfig:
         "quant": {"bits": cell.get("bits", 0)},
         "rollout": {
             "replay": str(folder / f"rollouts-{cell['placement']}"),
+            "prompts_per_step": GROUPS,
+            "num_generations": GENERATIONS,
             "max_new_tokens": MAX_NEW_TOKENS,
             "temperature": 0.8,
         },

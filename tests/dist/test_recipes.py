@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
-from tests.cluster.two_hosts import Hosts, two_hosts, unavailable
+from tests.cluster.two_hosts import Hosts, running, unavailable
 from tests.tiny import tiny_qwen2, tiny_tokenizer
 from tests.unit.test_recipes import CARDS
 from trainer.config import load
@@ -98,7 +98,7 @@ def ranks_of(name: str, folder: Path) -> Iterator[tuple[Hosts | None, tuple[str,
         yield None, (("--gpus", str(many)) if many > 1 else ()), f"{many} on this host"
         return
     (folder / "hosts.txt").write_text("hosta slots=1\nhostb slots=1\n")
-    with two_hosts(folder) as hosts:
+    with running(folder) as hosts:
         yield hosts, ("--hostfile", "hosts.txt"), "2, one on each of two hosts"
 
 

@@ -622,7 +622,7 @@ def test_scores_that_cannot_be_read_or_forgotten_end_no_rank_alone(tmp_path: Pat
     ledger = Ledger(tmp_path, 0, ranks=1)
     ledger.keep("key", 0, calls.Scores([1.0]))
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(Path, "read_text", failing(13))
+        broken.setattr(Path, "read_bytes", failing(13))
         with pytest.raises(Stopped, match=r"cannot be read: Permission denied\. Fix: let this user"):
             Ledger(tmp_path, 0, ranks=1)
     rewards = runtime(tmp_path, "def f(completions): ...")
