@@ -27,7 +27,8 @@ def amend(run_dir: Path, **changed: Any) -> None:
     path = run_dir / NAME
     beside = path.with_name(f".{NAME}.tmp")
     # A lone surrogate is no UTF-8; backslashreplace writes it as \udXXX, which is JSON's own escape.
-    with beside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    beside.unlink(missing_ok=True)  # a link, say, through which "w" would write
+    with beside.open("x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(json.dumps(status, indent=2, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainer import run_status
 from trainer.batch import Completion, Prompt
 from trainer.checkpoint.store import Store
 from trainer.errors import Refused, printable
@@ -366,7 +367,7 @@ def test_s13_what_others_put_in_the_way_meanwhile_is_not_written_through(tmp_pat
     links(
         directory.path, victim, ".config.toml.tmp", "rollouts/.step-000001.jsonl.tmp", "metrics.jsonl", "alarms.jsonl"
     )
-    links(directory.path, victim, "checkpoints/.latest.tmp", ".report.html.tmp")
+    links(directory.path, victim, "checkpoints/.latest.tmp", ".report.html.tmp", ".run_status.json.tmp")
     directory.write_config("x = 1\n")
     directory.write_rollouts(1, [])
     for append in (directory.append_metrics, directory.append_alarm):
@@ -376,6 +377,7 @@ def test_s13_what_others_put_in_the_way_meanwhile_is_not_written_through(tmp_pat
     directory.append_metrics({"step": 1, "reward_mean": 0.5})
     Store(directory.path).point("latest", directory.path / "checkpoints/step-000001")
     write_report([directory.path])
+    run_status.amend(directory.path, state="running")
     assert victim.read_text() == "precious" and (directory.path / "config.toml").read_text() == "x = 1\n"
     assert not any(path.is_symlink() for path in directory.path.rglob("*.tmp"))
 
